@@ -1,0 +1,1 @@
+"""Hugging Face transformers models on a sequence-sharded cache."""
