@@ -1,0 +1,121 @@
+"""A KV cache sharded along the sequence over the kvp axis of a mesh: the integers that say where, and the bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from distdec.batch import StepBatch, StepBuffers
+from distdec.cache.kv_cache import KVCache
+from distdec.cache.layout import CacheLayout
+from distdec.cache.pool import KVPool
+from distdec.mesh import Mesh
+from distdec.ops.backends import OpsBackend, get_backend
+
+
+class ShardedCache:
+    """Hold the keys and values of many sequences, each spread over the kvp ranks of a mesh.
+
+    Every rank makes the same calls in the same order; the placement is deterministic integer code, so no communication
+    is needed to agree on it. The pool holds this rank's tokens only.
+
+    Args:
+        mesh: the ranks that share the cache.
+        num_layers, num_kv_heads, head_dim: of the model, KV heads counted on this rank (after tensor parallelism).
+        max_tokens: tokens that the cache holds over all sequences and ranks. Rounded up to whole frames, with one
+            `max_chunk` of slack a rank, which is what an even placement may need.
+        num_frames: instead of `max_tokens`, the frames of each kvp rank.
+        dtype: of the stored keys and values.
+        v_head_dim: where values are narrower or wider than keys.
+        windows: sliding windows of the model's layers (tokens); 0, full attention, is always served.
+        weights: relative share of each kvp rank (integers); None is even.
+        shard_min_tokens: sequences up to this length stay on one rank.
+        backend: ops backend name, `auto`, `reference` or `triton`.
+        placement: test-only hook `(seq_id, position) -> kvp_rank`.
+
+    Raises:
+        ValueError: neither or both of `max_tokens` and `num_frames`, or a layout that `CacheLayout` refuses.
+
+    Example:
+        >>> cache = ShardedCache(mesh, num_layers=2, num_kv_heads=2, head_dim=64, max_tokens=4096)
+        >>> cache.kv.add(0)
+        >>> batch = cache.begin_step([(0, 17)])      # room for 17 tokens of sequence 0, and where they go
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_tokens: int | None = None,
+        num_frames: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+        v_head_dim: int | None = None,
+        min_chunk: int = 128,
+        max_chunk: int = 1024,
+        page_size: int = 16,
+        weights: Sequence[int] | None = None,
+        shard_min_tokens: int = 0,
+        windows: Iterable[int] = (),
+        backend: str | OpsBackend = "auto",
+        placement: Callable[[int, int], int] | None = None,
+    ) -> None:
+        if (max_tokens is None) == (num_frames is None):
+            raise ValueError(
+                f"give either max_tokens or num_frames, got max_tokens={max_tokens}, num_frames={num_frames}"
+            )
+        if num_frames is None:
+            num_frames = _frames_for(int(max_tokens or 0), mesh.kvp_size, min_chunk, max_chunk, weights)
+        self.mesh = mesh
+        self.layout = CacheLayout(
+            num_frames=tuple(num_frames),
+            min_chunk=min_chunk,
+            max_chunk=max_chunk,
+            page_size=page_size,
+            weights=None if weights is None else tuple(weights),
+            shard_min_tokens=shard_min_tokens,
+        )
+        self.kv = KVCache(self.layout, placement=placement)
+        slots = self.layout.num_frames[mesh.kvp_rank] * min_chunk
+        self.pool = KVPool(num_layers, slots, num_kv_heads, head_dim, dtype, mesh.device, v_head_dim=v_head_dim)
+        self.backend = get_backend(backend, mesh.device) if isinstance(backend, str) else backend
+        self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, windows=windows, device=mesh.device)
+
+    def begin_step(self, rows: Sequence[tuple[int, int]], *, q_len: int | None = None) -> StepBatch:
+        """Reserve room for this step's tokens and describe the step to the attention layers.
+
+        Args:
+            rows: (seq_id, new tokens), decode rows first; see `StepBuffers.fill`.
+
+        Raises:
+            CacheFull: the step does not fit; nothing was reserved.
+
+        Notes:
+            In-place: overwrites the batch of the step before. Collective: none.
+        """
+        if not self.kv.can_extend(list(rows)):
+            self.kv.raise_full(list(rows))
+        for seq, count in rows:
+            if count:
+                self.kv.extend(seq, count)
+        return self.buffers.fill(rows, q_len=q_len)
+
+    def local_tokens(self) -> int:
+        """Tokens that this rank holds over all live sequences (a shared prefix counts once per sequence)."""
+        return sum(self.kv.local_length(seq, self.mesh.kvp_rank) for seq in self.kv.sequences())
+
+
+def _frames_for(
+    max_tokens: int, kvp_size: int, min_chunk: int, max_chunk: int, weights: Sequence[int] | None
+) -> tuple[int, ...]:
+    """Frames a rank needs so that any `max_tokens` tokens placed by weight fit.
+
+    Example: 4096 tokens on 3 even ranks, frames of 128, chunks up to 1024: ceil(4096 / 3 / 128) + 8 = 19 frames each.
+    """
+    share = [1] * kvp_size if weights is None else list(weights)
+    total = sum(share)
+    slack = -(-max_chunk // min_chunk)
+    return tuple(-(-max_tokens * w // (total * min_chunk)) + slack for w in share)
