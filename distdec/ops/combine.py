@@ -1,0 +1,50 @@
+"""Join the partials that one rank's programs left in the workspace of `decode`: contract and PyTorch reference."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from distdec.ops.partial import Partial
+
+LN2 = math.log(2.0)
+
+
+def combine(
+    partial_out: Tensor, partial_lse2: Tensor, ranges: Tensor, num_kv_heads: int, q_len: int, group_size: int
+) -> Partial:
+    """Join the partials of every unit, a unit being one row's queries on one KV head.
+
+    Unit `u = row * num_kv_heads + kv_head` owns partials `ranges[u, 0]` to `ranges[u, 1] - 1`. Row `i * G + g` of a
+    partial belongs to query token i and query head `kv_head * G + g`. With `M = max_n lse2_n`:
+    `lse = ln 2 * (M + log2 sum_n 2^(lse2_n - M))`, `out = sum_n 2^(lse2_n - M) out_n / sum_n 2^(lse2_n - M)`.
+
+    Where `lse2` is -inf, `out` counts for nothing, whatever it is. A unit without partials gives out 0, lse -inf.
+
+    Shapes:
+        partial_out: [N, R, Dv] float32, normalised, R = q_len * G
+        partial_lse2: [N, R] float32, logarithm in BASE 2, which never leaves a workspace
+        ranges: [U, 2] int32, U = B * num_kv_heads
+        returns `Partial`: out [B * q_len, Hq, Dv] float32, lse [B * q_len, Hq] float32, natural log
+    """
+    dim = partial_out.shape[2]
+    rows = ranges.shape[0] // num_kv_heads
+    out = torch.zeros((ranges.shape[0], q_len * group_size, dim), dtype=torch.float32, device=partial_out.device)
+    lse = torch.full(out.shape[:2], -math.inf, dtype=torch.float32, device=partial_out.device)
+    for unit, (begin, end) in enumerate(ranges.tolist()):
+        if begin == end:
+            continue
+        lse2 = partial_lse2[begin:end]
+        top = lse2.amax(0)
+        weights = torch.exp2(lse2 - top.masked_fill(top == -math.inf, 0.0))
+        values = partial_out[begin:end].masked_fill((lse2 == -math.inf)[..., None], 0.0)
+        total = weights.sum(0)
+        seen = total != 0
+        out[unit] = torch.where(seen[:, None], (weights[..., None] * values).sum(0) / total[:, None], 0.0)
+        lse[unit] = torch.where(seen, LN2 * (top + torch.log2(total)), -math.inf)
+
+    def by_token(x: Tensor) -> Tensor:
+        split = x.view(rows, num_kv_heads, q_len, group_size, -1).transpose(1, 2)
+        return split.reshape(rows * q_len, num_kv_heads * group_size, -1)
+
+    return Partial(by_token(out), by_token(lse).squeeze(-1))

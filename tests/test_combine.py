@@ -1,0 +1,84 @@
+"""Joining a rank's own partials."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from compare import close_partial, nan_filled_empty
+
+IMPLEMENTATIONS = ["combine"]
+
+
+def make(device: str = "cpu", dim: int = 24):
+    """Partials of three rows on two KV heads: none, one and many, with an empty partial full of NaN among them."""
+    generator = torch.Generator().manual_seed(5)
+    counts = [3, 1, 0, 0, 37, 2]
+    rows = 2 * 3
+    out = torch.randn(60, rows, dim, generator=generator)
+    lse2 = torch.randn(60, rows, generator=generator) * 10
+    ranges, at = [], 4
+    for n in counts:
+        ranges.append([at, at + n])
+        at += n + 1
+    used = [n for begin, end in ranges for n in range(begin, end)]
+    unused = [n for n in range(60) if n not in used]
+    out[unused], lse2[unused] = math.nan, math.nan
+    lse2[5], out[5] = -math.inf, math.nan
+    lse2[9:11, 1] = -math.inf
+    lse2[ranges[5][0] : ranges[5][1], 4] = -math.inf
+    return out.to(device), lse2.to(device), torch.tensor(ranges, dtype=torch.int32, device=device)
+
+
+def by_hand(out, lse2, ranges):
+    """Join in fp64, one query head at a time."""
+    out, lse2 = out.double().cpu(), lse2.double().cpu()
+    want_out = torch.zeros(6, 6, out.shape[2], dtype=torch.float64)
+    want_lse = torch.full((6, 6), -math.inf, dtype=torch.float64)
+    for unit, (begin, end) in enumerate(ranges.tolist()):
+        row, head = divmod(unit, 2)
+        for token in range(2):
+            for member in range(3):
+                at = token * 3 + member
+                alive = [n for n in range(begin, end) if lse2[n, at] > -math.inf]
+                if not alive:
+                    continue
+                lse = lse2[alive, at] * math.log(2)
+                weights = lse.softmax(0)
+                want_out[row * 2 + token, head * 3 + member] = weights @ out[alive, at]
+                want_lse[row * 2 + token, head * 3 + member] = lse.logsumexp(0)
+    return want_out, want_lse
+
+
+def check(module: str, device: str, dim: int = 24) -> None:
+    combine = importlib.import_module(f"distdec.ops.{module}").combine
+    inputs = make(device, dim)
+    with nan_filled_empty():
+        got = combine(*inputs, num_kv_heads=2, q_len=2, group_size=3)
+    close_partial(got, type(got)(*by_hand(*inputs)))
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dim", [16, 24, 128])
+def test_combine_equals_the_weighted_sum(module, dim):
+    check(module, "cpu", dim)
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+def test_a_nan_partial_poisons_only_its_own_row(module):
+    combine = importlib.import_module(f"distdec.ops.{module}").combine
+    out, lse2, ranges = make()
+    want_out, want_lse = by_hand(out, lse2, ranges)
+    lse2[4, 3], out[4, 3] = math.nan, math.nan
+    # the only partial of a unit
+    lse2[8, 0] = math.nan
+    want_out[1, 0], want_lse[1, 0] = math.nan, math.nan
+    want_out[0, 3], want_lse[0, 3] = math.nan, math.nan
+    got = combine(out, lse2, ranges, 2, 2, 3)
+    close_partial(got, type(got)(want_out, want_lse))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [24, 128])
+def test_combine_on_a_gpu(dim):
+    check("combine_triton", "cuda", dim)
