@@ -1,0 +1,374 @@
+"""The integer KV cache: which slot of which rank holds which token of which sequence.
+
+Every rank holds one `KVCache` that knows the chunks of ALL ranks. It is deterministic integer code: fed the same calls
+it gives the same views everywhere, so ranks agree without communication.
+"""
+
+import operator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+
+from distdec.cache.allocator import require
+from distdec.cache.layout import MAX_INDEX, CacheLayout, View
+from distdec.cache.ledger import ChunkLedger
+from distdec.cache.placement import Placer
+from distdec.cache.prefix import ChunkState, Fragment, PrefixIndex, token_bytes
+from distdec.cache.sequence import Int32Array, Sequence
+
+TokenIds = SequenceOf[int] | np.ndarray[Any, Any]
+
+
+class CacheFull(RuntimeError):
+    """The frames do not suffice; nothing was changed.
+
+    Attributes:
+        needed: frames needed.
+        available: frames to be had: free, cached, or spare.
+    """
+
+    def __init__(self, message: str, needed: int, available: int) -> None:
+        """Keep the two numbers for the caller."""
+        super().__init__(message)
+        self.needed = needed
+        self.available = available
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Where the frames are; tuples have one entry for each kvp rank.
+
+    Attributes:
+        free_frames: in no chunk.
+        cached_frames: only kept for prefix hits; evicted when needed, so they count as free.
+        spare_frames: reserved ahead by growing sequences; taken back when needed, so they count as free.
+        used_frames: hold tokens of live sequences. Free, cached, spare and used add up to the pool.
+        tokens: tokens of live sequences, shared ones once for each sequence: what attention reads.
+        stored_tokens: the same, shared ones once: what memory holds.
+        internal_waste: share of the slots in used frames that hold no token.
+        external_fragmentation: share of the free frames that lie outside blocks of `max_chunk` but need not.
+        num_sequences: live sequences.
+        prefix_queries, prefix_hits: tokens looked up and found by `add`.
+        published_pages: pages that can be found now.
+        evicted_chunks: chunks evicted so far.
+    """
+
+    free_frames: tuple[int, ...]
+    cached_frames: tuple[int, ...]
+    spare_frames: tuple[int, ...]
+    used_frames: tuple[int, ...]
+    tokens: tuple[int, ...]
+    stored_tokens: tuple[int, ...]
+    internal_waste: float
+    external_fragmentation: float
+    num_sequences: int
+    prefix_queries: int
+    prefix_hits: int
+    published_pages: int
+    evicted_chunks: int
+
+
+class KVCache:
+    """Reserve, share and free the slots of many sequences over the pools of all ranks.
+
+    A new chunk goes to the rank on which its sequence has the least weighted load; ties go by the rank's total weighted
+    load (tokens that live sequences hold there), then by rank; a rank without an available frame is skipped. While no
+    rank is full, rank r holds at most `w_r * length + max(max_chunk, shard_min_tokens)` tokens of any sequence.
+
+    Args:
+        layout: the frozen shape.
+        placement: test-only hook `(seq_id, token_position) -> kvp_rank` that replaces the rule above. Each run of
+            tokens on one rank becomes a view of its own.
+    """
+
+    def __init__(self, layout: CacheLayout, *, placement: Callable[[int, int], int] | None = None) -> None:
+        """Start empty."""
+        self.layout = layout
+        self._ledger = ChunkLedger(layout)
+        self._placer = Placer(layout, self._ledger, placement)
+        self._sequences: dict[int, Sequence] = {}
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+
+    def add(self, seq_id: int, token_ids: TokenIds | None = None, salt: int = 0) -> int:
+        """Register a sequence; with `token_ids`, its prompt, start it on the cached pages of its longest known prefix.
+
+        At least one token is always left to compute, as its logits are wanted. A hit is page-granular, whatever the
+        number of ranks, and may end inside a chunk: the next token then opens a new one.
+
+        Returns:
+            Number of tokens hit: the length of the sequence now.
+
+        Raises:
+            ValueError: the sequence is there already, or `token_ids` is not one row of integers.
+        """
+        if seq_id in self._sequences:
+            raise ValueError(f"sequence {seq_id} is in the cache already")
+        index = self._ledger.index
+        seq = Sequence(seq_id, self.layout.num_ranks, self.layout.min_chunk, index.root(salt))
+        if token_ids is not None and len(token_ids):
+            data = token_bytes(token_ids)
+            self._prefix_queries += len(token_ids)
+            parent = seq.root
+            # the last token never hits
+            for begin in range(0, len(data) - index.page_bytes, index.page_bytes):
+                found = index.find(parent, data[begin : begin + index.page_bytes])
+                if found is None:
+                    break
+                parent, page = found
+                seq.keys.append(parent)
+                for state, offset, length in page.fragments:
+                    self._append_shared(seq, state, offset, length)
+            self._prefix_hits += seq.length
+        self._sequences[seq_id] = seq
+        return seq.length
+
+    def extend(self, seq_id: int, num_tokens: int) -> None:
+        """Reserve slots for `num_tokens` more tokens: all of them, or none.
+
+        Raises:
+            CacheFull: with the frames needed and available; nothing was changed.
+            ValueError: a negative number, or a sequence longer than 2**31 - 1 tokens.
+
+        Notes:
+            O(1) amortised for one token; O(chunks opened) for many.
+        """
+        seq = self._get(seq_id)
+        num_tokens = operator.index(num_tokens)
+        if seq.length + num_tokens > MAX_INDEX or num_tokens < 0:
+            raise ValueError(
+                f"num_tokens must be from 0 to {MAX_INDEX - seq.length} for a sequence of {seq.length} tokens, "
+                f"got {num_tokens}"
+            )
+        if not self._placer.fits(seq, num_tokens):
+            self.raise_full([(seq_id, num_tokens)])
+        self._placer.grow(seq, num_tokens)
+
+    def can_extend(self, rows: Iterable[tuple[int, int]]) -> bool:
+        """Say whether all of `(seq_id, num_tokens)` can be extended, in any order; exact, and changes nothing.
+
+        Cached and spare frames count as free.
+        """
+        needed, available, _ = self._placer.shortage([(self._get(seq_id), count) for seq_id, count in rows])
+        return needed <= available
+
+    def raise_full(self, rows: Iterable[tuple[int, int]]) -> NoReturn:
+        """Raise CacheFull with the numbers of a step that does not fit."""
+        rows = list(rows)
+        needed, available, ranks = self._placer.shortage([(self._get(seq_id), count) for seq_id, count in rows])
+        raise CacheFull(
+            f"{sum(count for _, count in rows)} more tokens for {len(rows)} sequence(s) need {needed} frames of "
+            f"{self.layout.min_chunk} tokens, {available} are available ({ranks})",
+            needed,
+            available,
+        )
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Drop the tokens from position `length` on.
+
+        Raises:
+            ValueError: `length` is negative or above the current length.
+        """
+        seq = self._get(seq_id)
+        if not 0 <= length <= seq.length:
+            raise ValueError(f"length must be from 0 to {seq.length}, got {length}")
+        while seq.length > length:
+            span = seq.spans[-1]
+            tokens = min(span.length, seq.length - length)
+            self._placer.tokens[span.rank] -= tokens
+            seq.cut(tokens)
+            state = span.state
+            if not span.length:
+                self._ledger.drop(state, seq)
+            elif state.owner is seq and state.views == 1:
+                # nobody else sees the slots behind: they may be written again
+                self._ledger.shrink(state, span.offset + span.length)
+        del seq.keys[length // self.layout.page_size :]
+
+    def fork(self, src: int, dst: int) -> None:
+        """Start `dst` as a copy of `src` that shares all its chunks; the next token of either opens a new chunk.
+
+        Raises:
+            ValueError: `dst` is in the cache already.
+        """
+        parent = self._get(src)
+        if dst in self._sequences:
+            raise ValueError(f"sequence {dst} is in the cache already")
+        seq = Sequence(dst, self.layout.num_ranks, self.layout.min_chunk, parent.root)
+        if parent.spans:
+            self._ledger.seal(parent.spans[-1].state)
+        for span in parent.spans:
+            self._append_shared(seq, span.state, span.offset, span.length)
+        seq.keys = list(parent.keys)
+        self._sequences[dst] = seq
+
+    def free(self, seq_id: int) -> None:
+        """Forget a sequence. Its published pages stay cached until their frames are needed."""
+        # from the tail, so that the least recently used chunk is the one whose pages depend on the others
+        self.truncate(seq_id, 0)
+        del self._sequences[seq_id]
+
+    def commit_pages(self, seq_id: int, token_ids: TokenIds) -> None:
+        """Publish the full pages of `token_ids`, the sequence's tokens from position 0 on whose KV is now written.
+
+        Pages published before are not looked at again: the cost is that of the new pages.
+
+        Raises:
+            ValueError: more tokens than the sequence holds.
+        """
+        seq = self._get(seq_id)
+        if len(token_ids) > seq.length:
+            raise ValueError(f"token_ids must have at most the {seq.length} tokens reserved, got {len(token_ids)}")
+        size = self.layout.page_size
+        first, last = len(seq.keys), len(token_ids) // size
+        if first >= last:
+            return
+        index = self._ledger.index
+        data = token_bytes(token_ids[first * size : last * size])
+        where = _fragments(seq, first * size, size)
+        for page in range(last - first):
+            parent = seq.keys[-1] if seq.keys else seq.root
+            tokens = data[page * index.page_bytes : (page + 1) * index.page_bytes]
+            key = PrefixIndex.key(parent, tokens)
+            self._ledger.publish(key, parent, tokens, next(where))
+            seq.keys.append(key)
+
+    def length(self, seq_id: int) -> int:
+        """Return the number of tokens of a sequence, over all ranks."""
+        return self._get(seq_id).length
+
+    def local_length(self, seq_id: int, kvp_rank: int) -> int:
+        """Return the number of tokens of a sequence on one rank."""
+        return self._get(seq_id).loads[kvp_rank]
+
+    def views(self, seq_id: int) -> list[View]:
+        """Return the views of a sequence in token order, over all ranks."""
+        return self._get(seq_id).views()
+
+    def sequences(self) -> list[int]:
+        """Return the ids of the live sequences, oldest first."""
+        return list(self._sequences)
+
+    def local_view_table(self, seq_id: int, kvp_rank: int) -> Int32Array:
+        """Return one rank's views of a sequence, kept from step to step.
+
+        Shapes:
+            [C, 3] int32: slot of the first token, number of tokens, position of the first token; ascending positions.
+
+        Notes:
+            Read-only, without a copy: a window on rows that later calls change. O(1) but for the first call.
+        """
+        return self._get(seq_id).table(kvp_rank).rows
+
+    def slots(self, seq_id: int, start: int, stop: int, kvp_rank: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return the slots of tokens `[start, stop)` on one rank, -1 where a token lies on another.
+
+        Shapes:
+            [stop - start] int64.
+
+        Raises:
+            ValueError: not `0 <= start <= stop <= length`.
+
+        Notes:
+            O(stop - start + log views).
+        """
+        seq = self._get(seq_id)
+        if not 0 <= start <= stop <= seq.length:
+            raise ValueError(f"start and stop must be ordered and from 0 to {seq.length}, got {start} and {stop}")
+        out = np.full(stop - start, -1, np.int64)
+        table = seq.table(kvp_rank)
+        rows = table.rows
+        for row in range(max(table.row_of(start), 0), table.count):
+            slot, length, token = rows[row].tolist()
+            if token >= stop:
+                break
+            begin, end = max(start, token), min(stop, token + length)
+            if begin < end:
+                out[begin - start : end - start] = np.arange(slot + begin - token, slot + end - token)
+        return out
+
+    def stats(self) -> CacheStats:
+        """Return where the frames are; O(ranks)."""
+        ledger, ranks = self._ledger, range(self.layout.num_ranks)
+        parts = [ledger.allocator.fragmentation(rank) for rank in ranks]
+        free = tuple(part.free_frames for part in parts)
+        used = tuple(total - ledger.available(rank) for rank, total in enumerate(self.layout.num_frames))
+        slots = sum(used) * self.layout.min_chunk
+        frames = sum(free)
+        return CacheStats(
+            free_frames=free,
+            cached_frames=tuple(ledger.cached_frames),
+            spare_frames=tuple(ledger.spare_frames),
+            used_frames=used,
+            tokens=tuple(self._placer.tokens),
+            stored_tokens=tuple(ledger.stored_tokens),
+            internal_waste=1.0 - sum(ledger.stored_tokens) / slots if slots else 0.0,
+            external_fragmentation=sum(p.external * p.free_frames for p in parts) / frames if frames else 0.0,
+            num_sequences=len(self._sequences),
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            published_pages=len(ledger.index.pages),
+            evicted_chunks=ledger.evicted_chunks,
+        )
+
+    def capacity_tokens(self) -> int:
+        """Return the slots of all ranks."""
+        return sum(self.layout.num_slots(rank) for rank in range(self.layout.num_ranks))
+
+    def check_integrity(self) -> None:
+        """Check that all books agree; O(frames + views). For idle moments and tests.
+
+        Raises:
+            CacheCorrupt: naming what does not add up.
+        """
+        views: dict[ChunkState, int] = {}
+        totals = [0] * self.layout.num_ranks
+        for seq_id, seq in self._sequences.items():
+            require(seq.seq_id == seq_id, f"sequence {seq.seq_id} is filed under {seq_id}")
+            require(len(seq.keys) * self.layout.page_size <= seq.length, f"sequence {seq_id}: too many pages")
+            seq.check_integrity()
+            totals = [total + load for total, load in zip(totals, seq.loads, strict=True)]
+            for span in seq.spans:
+                views[span.state] = views.get(span.state, 0) + 1
+        require(totals == self._placer.tokens, f"tokens per rank are {totals}, {self._placer.tokens} said")
+        for state in views:
+            owner = state.owner
+            gone = isinstance(owner, Sequence) and self._sequences.get(owner.seq_id) is not owner
+            require(not gone, f"{state.chunk} is owned by a sequence that is gone")
+        self._ledger.check_integrity(views)
+
+    def _get(self, seq_id: int) -> Sequence:
+        """Return a live sequence."""
+        try:
+            return self._sequences[seq_id]
+        except KeyError:
+            raise KeyError(f"sequence {seq_id} is not in the cache") from None
+
+    def _append_shared(self, seq: Sequence, state: ChunkState, offset: int, length: int) -> None:
+        """Append tokens that are in the cache already; a view holds one reference to its chunk."""
+        spans = len(seq.spans)
+        seq.append(state, offset, length)
+        if len(seq.spans) > spans:
+            self._ledger.share(state)
+        self._placer.tokens[state.chunk.kvp_rank] += length
+
+
+def _fragments(seq: Sequence, position: int, size: int) -> Iterator[tuple[Fragment, ...]]:
+    """Yield where the pages of `size` tokens from `position` on lie, one after the other; O(1) for a page."""
+    index = bisect_right(seq.spans, position, key=lambda span: span.token_start) - 1
+    while True:
+        parts = []
+        stop = position + size
+        while position < stop:
+            span = seq.spans[index]
+            inside = position - span.token_start
+            length = min(stop - position, span.length - inside)
+            parts.append((span.state, span.offset + inside, length))
+            position += length
+            if inside + length == span.length:
+                index += 1
+        yield tuple(parts)

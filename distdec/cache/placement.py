@@ -1,0 +1,149 @@
+"""Decide on which rank a sequence goes on, and whether a step fits."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from distdec.cache.layout import CacheLayout
+from distdec.cache.ledger import ChunkLedger
+from distdec.cache.sequence import Sequence
+
+
+class Placer:
+    """Grow sequences over the ranks.
+
+    Attributes:
+        tokens: tokens that live sequences hold on each rank, shared ones once for each sequence.
+    """
+
+    def __init__(self, layout: CacheLayout, ledger: ChunkLedger, hook: Callable[[int, int], int] | None) -> None:
+        """Take the rule (`hook` None), or a hook `(seq_id, position) -> kvp_rank` in its place."""
+        self.tokens = [0] * layout.num_ranks
+        self._layout = layout
+        self._ledger = ledger
+        self._hook = hook
+        self._home = 0 if hook else layout.home_tokens
+        self._weights = layout.rank_weights
+
+    def shortage(self, rows: Iterable[tuple[Sequence, int]]) -> tuple[int, int, str]:
+        """Return frames needed and frames available for all rows together, and a line on each rank.
+
+        Exact: the rows fit, in any order, if and only if `needed <= available`. By rule any rank's frame will do; a
+        hook asks for frames of certain ranks, so the numbers are then those of the rank that falls short the most.
+        """
+        counts: dict[Sequence, int] = {}
+        for seq, count in rows:
+            counts[seq] = counts.get(seq, 0) + count
+        ranks = range(self._layout.num_ranks)
+        have = [self._ledger.available(rank) for rank in ranks]
+        if self._hook is None:
+            need, total = sum(self._frames(seq, count) for seq, count in counts.items()), sum(have)
+        else:
+            needs = [0 for _ in ranks]
+            for seq, count in counts.items():
+                for rank, run, room in self._runs(seq, count):
+                    needs[rank] += -(-max(0, run - room) // self._layout.min_chunk)
+            need, total = max(zip(needs, have, strict=True), key=lambda pair: pair[0] - pair[1])
+        ledger = self._ledger
+        lines = [
+            f"rank {rank}: {ledger.allocator.free_frames(rank)} free, {ledger.cached_frames[rank]} cached, "
+            f"{ledger.spare_frames[rank]} spare of {self._layout.num_frames[rank]}"
+            for rank in ranks
+        ]
+        return need, total, ", ".join(lines)
+
+    def fits(self, seq: Sequence, count: int) -> bool:
+        """Say whether one sequence can be extended; O(1) while it stays in the frame it is in."""
+        if self._hook is not None:
+            need, have, _ = self.shortage([(seq, count)])
+            return need <= have
+        need = self._frames(seq, count)
+        return not need or need <= sum(self._ledger.available(rank) for rank in range(self._layout.num_ranks))
+
+    def grow(self, seq: Sequence, count: int) -> None:
+        """Extend a sequence for which there is room."""
+        if self._hook is None:
+            self._fill(seq, count, None)
+        else:
+            for rank, run, _ in list(self._runs(seq, count)):
+                self._fill(seq, run, rank)
+
+    def _fill(self, seq: Sequence, count: int, hooked: int | None) -> None:
+        """Fill the last chunk, then new ones; all on rank `hooked` if given."""
+        ledger = self._ledger
+        while count:
+            if self._may_write(seq) and (hooked is None or seq.spans[-1].rank == hooked):
+                state = seq.spans[-1].state
+            else:
+                if seq.spans and seq.spans[-1].state.owner is seq:
+                    # left before it was full: its tail is of no use to anybody while it is owned
+                    ledger.seal(seq.spans[-1].state)
+                rank = self._rank(seq) if hooked is None else hooked
+                state = ledger.open(rank, self._layout.frames_at(seq.length), seq)
+            rank, _, num_frames = state.chunk
+            taken = min(count, num_frames * self._layout.min_chunk - state.filled)
+            if seq.length < self._home:
+                taken = min(taken, self._home - seq.length)
+            offset = state.filled
+            ledger.grow(state, taken)
+            seq.append(state, offset, taken)
+            self.tokens[rank] += taken
+            count -= taken
+
+    def _may_write(self, seq: Sequence) -> bool:
+        """Say whether the next token can go into the last chunk."""
+        if not seq.spans:
+            return False
+        span = seq.spans[-1]
+        state = span.state
+        return (
+            state.owner is seq
+            and span.offset + span.length == state.filled
+            and state.filled < state.chunk.num_frames * self._layout.min_chunk
+            # a sequence that outgrows its home rank is dealt from there on
+            and (not self._home or seq.length != self._home)
+        )
+
+    def _room(self, seq: Sequence) -> int:
+        """Return the tokens that fit into the frame in which the sequence ends."""
+        return -seq.spans[-1].state.filled % self._layout.min_chunk if self._may_write(seq) else 0
+
+    def _frames(self, seq: Sequence, count: int) -> int:
+        """Return the frames that `count` more tokens need beyond the frame in which the sequence ends."""
+        size = self._layout.min_chunk
+        # frames are counted afresh from the home boundary on
+        head = min(count, self._home - seq.length) if seq.length < self._home else count
+        return -(-max(0, head - self._room(seq)) // size) + -(-(count - head) // size)
+
+    def _rank(self, seq: Sequence) -> int:
+        """Return the rank for the next chunk: home, or least weighted load of the sequence, of all, lowest rank.
+
+        Weighted loads `a / v` and `b / w` are compared as `a * w` and `b * v`: no rounding, the same on every machine.
+        """
+        available = self._ledger.available
+        if seq.spans and seq.length < self._home and available(seq.spans[-1].rank):
+            return seq.spans[-1].rank
+        loads, tokens, weights = seq.loads, self.tokens, self._weights
+        best = -1
+        for rank, weight in enumerate(weights):
+            if not available(rank):
+                continue
+            if best >= 0:
+                ours, theirs = loads[rank] * weights[best], loads[best] * weight
+                if ours > theirs or (ours == theirs and tokens[rank] * weights[best] >= tokens[best] * weight):
+                    continue
+            best = rank
+        return best
+
+    def _runs(self, seq: Sequence, count: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (rank, tokens, room in the frame that they continue) for each run of tokens hooked to one rank."""
+        assert self._hook is not None
+        position, stop = seq.length, seq.length + count
+        room, last = self._room(seq), seq.spans[-1].rank if seq.spans else -1
+        while position < stop:
+            begin = position
+            rank = self._hook(seq.seq_id, begin)
+            if not 0 <= rank < self._layout.num_ranks:
+                raise ValueError(f"placement must give a rank from 0 to {self._layout.num_ranks - 1}, got {rank}")
+            while position < stop and self._hook(seq.seq_id, position) == rank:
+                position += 1
+            yield rank, position - begin, room if rank == last else 0
+            room, last = 0, -1

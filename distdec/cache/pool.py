@@ -1,0 +1,51 @@
+"""The device memory behind the slots: keys and values of one rank, all layers."""
+
+import torch
+
+
+class KVPool:
+    """Hold one rank's keys and values.
+
+    A slot that no view covers holds anything: what was there before, or whatever the memory held. Readers mask by the
+    lengths of the views. Slot arithmetic in front of a stride is int64.
+
+    Args:
+        num_layers: layers of the model.
+        num_slots: token slots, `CacheLayout.num_slots(kvp_rank)`.
+        num_kv_heads: KV heads on this rank, after tensor parallelism.
+        head_dim: of the keys, and of the values unless `v_head_dim` is given.
+        dtype: of the stored keys and values.
+        device: where the pool lives.
+        v_head_dim: where values are narrower or wider than keys.
+        poison: fill with NaN, so that a reader which strays into an unused slot shows it (tests).
+
+    Shapes:
+        k: [L, num_slots, Hkv, D]; v: [L, num_slots, Hkv, Dv].
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        v_head_dim: int | None = None,
+        poison: bool = False,
+    ) -> None:
+        """Allocate; nothing is initialised unless poisoned."""
+        self.k = torch.empty(num_layers, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.v = torch.empty(num_layers, num_slots, num_kv_heads, v_head_dim or head_dim, dtype=dtype, device=device)
+        if poison:
+            self.k.fill_(float("nan"))
+            self.v.fill_(float("nan"))
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values of one layer, views of the pool."""
+        return self.k[index], self.v[index]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of device memory held."""
+        return self.k.nbytes + self.v.nbytes

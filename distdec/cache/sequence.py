@@ -1,0 +1,166 @@
+"""Keep one sequence's views, and for each rank that asks the table its kernels read, by increments."""
+
+from typing import Any
+
+import numpy as np
+
+from distdec.cache.allocator import require
+from distdec.cache.layout import View
+from distdec.cache.prefix import ChunkState
+
+Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class Span:
+    """A view that can still change: `length` tokens of a chunk, from `offset` on."""
+
+    __slots__ = ("length", "offset", "rank", "state", "token_start")
+
+    def __init__(self, state: ChunkState, offset: int, length: int, token_start: int) -> None:
+        """Note the rank: it is read on every step."""
+        self.rank = state.chunk.kvp_rank
+        self.state = state
+        self.offset = offset
+        self.length = length
+        self.token_start = token_start
+
+
+class ViewTable:
+    """Rows (slot_start, length, token_start) of one rank's views, ascending in token_start.
+
+    The rows live in a buffer that doubles; `rows` is a read-only window on it, so neither an append nor a read copies.
+    A window taken earlier shows later changes of its rows, until the buffer moves.
+    """
+
+    def __init__(self) -> None:
+        """Start without rows."""
+        self.count = 0
+        self._allocate(4)
+
+    @property
+    def rows(self) -> Int32Array:
+        """The rows so far, [C, 3] int32, read-only."""
+        rows: Int32Array = self._window[: self.count]
+        return rows
+
+    def append(self, slot_start: int, length: int, token_start: int) -> None:
+        """Add the row of a new view."""
+        if self.count == len(self._buffer):
+            old = self._buffer
+            self._allocate(2 * self.count)
+            self._buffer[: self.count] = old
+        self._buffer[self.count] = (slot_start, length, token_start)
+        self.count += 1
+
+    def set_last(self, length: int) -> None:
+        """Change the length of the last row; 0 removes it."""
+        if length:
+            self._buffer[self.count - 1, 1] = length
+        else:
+            self.count -= 1
+
+    def row_of(self, position: int) -> int:
+        """Return the last row that starts at or before `position`, -1 if none does; O(log rows)."""
+        # ndarray.searchsorted would first copy the strided column
+        low, high = 0, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if self._buffer[middle, 2] <= position:
+                low = middle + 1
+            else:
+                high = middle
+        return low - 1
+
+    def _allocate(self, capacity: int) -> None:
+        """Take a buffer and its read-only window."""
+        self._buffer: Int32Array = np.empty((capacity, 3), np.int32)
+        self._window: Int32Array = self._buffer.view()
+        self._window.flags.writeable = False
+
+
+class Sequence:
+    """One sequence: its spans in token order and what is derived of them, kept by increments.
+
+    Attributes:
+        loads: tokens of this sequence on each rank.
+        root: key that stands before the first page, a hash of the salt.
+        keys: keys of the pages found or published so far.
+    """
+
+    __slots__ = ("keys", "length", "loads", "min_chunk", "root", "seq_id", "spans", "tables")
+
+    def __init__(self, seq_id: int, num_ranks: int, min_chunk: int, root: bytes) -> None:
+        """Start without tokens."""
+        self.seq_id = seq_id
+        self.min_chunk = min_chunk
+        self.root = root
+        self.length = 0
+        self.spans: list[Span] = []
+        self.loads = [0] * num_ranks
+        self.tables: dict[int, ViewTable] = {}
+        self.keys: list[bytes] = []
+
+    def append(self, state: ChunkState, offset: int, length: int) -> None:
+        """Add tokens behind the last one: in the last view where they continue it, else as a new view."""
+        last = self.spans[-1] if self.spans else None
+        if last is not None and last.state is state and last.offset + last.length == offset:
+            last.length += length
+            if table := self.tables.get(last.rank):
+                table.set_last(last.length)
+        else:
+            last = Span(state, offset, length, self.length)
+            self.spans.append(last)
+            if table := self.tables.get(last.rank):
+                table.append(*self._row(last))
+        self.length += length
+        self.loads[last.rank] += length
+
+    def cut(self, tokens: int) -> None:
+        """Take the last `tokens` tokens off the last view, which is gone when it held no more."""
+        last = self.spans[-1]
+        last.length -= tokens
+        self.length -= tokens
+        self.loads[last.rank] -= tokens
+        if table := self.tables.get(last.rank):
+            table.set_last(last.length)
+        if not last.length:
+            self.spans.pop()
+
+    def table(self, kvp_rank: int) -> ViewTable:
+        """Return the table of one rank: built once, from then on kept by `append` and `cut`."""
+        table = self.tables.get(kvp_rank)
+        if table is None:
+            table = self.tables[kvp_rank] = ViewTable()
+            for span in self.spans:
+                if span.rank == kvp_rank:
+                    table.append(*self._row(span))
+        return table
+
+    def views(self) -> list[View]:
+        """Return the views in token order."""
+        return [View(s.rank, s.state.chunk.frame, s.offset, s.length, s.token_start) for s in self.spans]
+
+    def check_integrity(self) -> None:
+        """Check spans, lengths and tables against each other.
+
+        Raises:
+            CacheCorrupt: naming the sequence.
+        """
+        name = f"sequence {self.seq_id}"
+        position = 0
+        loads = [0] * len(self.loads)
+        for span in self.spans:
+            require(span.rank == span.state.chunk.kvp_rank, f"{name}: a view and its chunk disagree on the rank")
+            require(span.length > 0 and span.offset >= 0, f"{name}: empty view on {span.state.chunk}")
+            require(span.offset + span.length <= span.state.filled, f"{name}: view past the end of {span.state.chunk}")
+            require(span.token_start == position, f"{name}: token {position} is not where the next view starts")
+            position += span.length
+            loads[span.rank] += span.length
+        require((position, loads) == (self.length, self.loads), f"{name}: lengths do not add up")
+        for rank, table in self.tables.items():
+            rows = [list(self._row(span)) for span in self.spans if span.rank == rank]
+            require(table.rows.tolist() == rows, f"{name}: stale view table of rank {rank}")
+
+    def _row(self, span: Span) -> tuple[int, int, int]:
+        """Return the table row of a span."""
+        return span.state.chunk.frame * self.min_chunk + span.offset, span.length, span.token_start
