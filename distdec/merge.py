@@ -1,0 +1,182 @@
+"""Join the partials of all kvp ranks into attention over the whole sequence: the modes of `merge_modes` on real ranks.
+
+`make_merge` builds the merge of a mesh; `simulate` runs the same programs for R partials in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distdec.merge_choice import choose_mode
+from distdec.merge_modes import (
+    MODES,
+    TRANSPORTS,
+    Merge,
+    Merged,
+    Place,
+    Program,
+    alone,
+    check_partial,
+    column_range,
+    finish,
+    mask_by_length,
+    padded_columns,
+)
+from distdec.mesh import Mesh, all_gather, reduce_scatter
+from distdec.ops.partial import Partial
+
+__all__ = [
+    "MODES",
+    "CollectiveMerge",
+    "Merge",
+    "Merged",
+    "column_range",
+    "make_merge",
+    "mask_by_length",
+    "padded_columns",
+    "simulate",
+]
+
+
+def _advance(steps: Program, answer: Tensor | None) -> tuple[tuple[str, Tensor] | None, Merged | None]:
+    """Send a program its answer; return the next collective it asks for, or its result."""
+    try:
+        return steps.send(answer), None
+    except StopIteration as done:
+        return None, done.value
+
+
+class CollectiveMerge(Merge):
+    """Run a mode's program with `torch.distributed` over the mesh's kvp group."""
+
+    def __init__(self, mode: str, mesh: Mesh, wire: torch.dtype, reason: str) -> None:
+        self.mode = mode
+        self.reason = reason
+        self.replicated = MODES[mode].replicated
+        self.calls = 0
+        self.mesh = mesh
+        self._place = Place(mesh.kvp_rank, mesh.kvp_size, wire)
+        self._program = MODES[mode].program if mesh.kvp_size > 1 else alone
+
+    def __call__(
+        self, partial: Partial, *, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Merged:
+        check_partial(partial)
+        steps = self._program(partial, self._place)
+        asked, merged = _advance(steps, None)
+        while asked is not None:
+            asked, merged = _advance(steps, self._collective(*asked))
+        return finish(merged, partial, self._place, sinks, out_dtype)
+
+    def _collective(self, kind: str, mine: Tensor) -> Tensor:
+        """Enter one collective. The result lies in a reused buffer, in `mine` for the all-reduces."""
+        self.calls += 1
+        group = self.mesh.kvp_group
+        if kind in ("max", "sum"):
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM, group=group)
+            return mine
+        shape = {"gather": (self._place.size, *mine.shape), "reduce_scatter": mine.shape[1:], "all_to_all": mine.shape}
+        result = self._place.buffer(f"{kind}_result", shape[kind], mine.dtype, mine.device)
+        # flat views: gloo wants rows concatenated, not stacked
+        if kind == "gather":
+            all_gather(result.view(-1), mine.view(-1), group)
+        elif kind == "reduce_scatter":
+            reduce_scatter(result.view(-1), mine.view(-1), group)
+        else:
+            dist.all_to_all_single(result.view(-1), mine.view(-1), group=group)
+        return result
+
+
+# modes that do not run their program over `torch.distributed` but have a builder of their own
+BUILDERS: dict[str, Callable[[str, Mesh, torch.dtype, str], Merge]] = {}
+
+
+def make_merge(
+    mode: str,
+    mesh: Mesh,
+    *,
+    transport: str = "float32",
+    replicated: bool = True,
+    num_tokens: int = 8,
+    num_heads: int = 32,
+    head_dim: int = 128,
+) -> Merge:
+    """Build the merge of a mesh's kvp axis.
+
+    Args:
+        mode: a name in `MODES`, or "auto": `choose_mode` on rank 0 from the arguments below, broadcast, then fixed.
+        mesh: all its ranks must call this together.
+        transport: dtype of `out` between ranks. "bfloat16" halves the bytes; LSEs still travel as float32. Each rank's
+            contribution is rounded once, so `out` is off by at most 2^-8 of the largest |out| any rank sends; in the
+            modes that reduce (all_reduce, reduce_scatter) the running sum is rounded at each of R - 1 steps too, so by
+            at most R x 2^-8 of it.
+        replicated, num_tokens, num_heads, head_dim: for "auto": the output form, and the typical step of this rank.
+
+    Raises:
+        ValueError: unknown mode or transport, with the legal ones.
+        RuntimeError: the ranks ask for different merges.
+
+    Notes:
+        Collective: the whole mesh (host integers over gloo).
+    """
+    if mode not in (*MODES, "auto"):
+        raise ValueError(f"unknown merge mode {mode!r}; legal: {', '.join((*MODES, 'auto'))}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"unknown merge transport {transport!r}; legal: {', '.join(TRANSPORTS)}")
+    mesh.check_same("merge", f"{mode} {transport} {replicated}".encode())
+    reason = f"{mode}: asked for"
+    if mode == "auto":
+        # rank 0's sizes count: ranks that chose for themselves could end in different collectives
+        sizes = [int(replicated), num_tokens, num_heads, head_dim, mesh.kvp_size]
+        agreed = mesh.agree(sizes if mesh.is_leader else None)
+        mode, reason = choose_mode(bool(agreed[0]), *agreed[1:], mesh.device.type)
+    return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, TRANSPORTS[transport], reason)
+
+
+def simulate(
+    mode: str,
+    partials: Sequence[Partial],
+    *,
+    transport: str = "float32",
+    sinks: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> list[Merged]:
+    """Merge R partials in one process with the programs that real ranks run; one result per simulated rank.
+
+    Bits equal those of real ranks in all_gather and all_to_all; where a library reduces, its order may differ.
+    """
+    for partial in partials:
+        check_partial(partial)
+    size = len(partials)
+    program = MODES[mode].program if size > 1 else alone
+    places = [Place(rank, size, TRANSPORTS[transport]) for rank in range(size)]
+    ranks = [program(partial, place) for partial, place in zip(partials, places, strict=True)]
+    answers = [None] * size
+    while True:
+        asked, results = zip(*map(_advance, ranks, answers), strict=True)
+        if None in asked:
+            assert None not in results, "ranks must enter the same number of collectives"
+            together = zip(results, partials, places, strict=True)
+            return [finish(merged, partial, place, sinks, out_dtype) for merged, partial, place in together]
+        kind, first = asked[0]
+        assert all(k == kind and t.shape == first.shape for k, t in asked), "ranks must enter the same collective"
+        answers = _simulated(kind, torch.stack([tensor for _, tensor in asked]))
+
+
+def _simulated(kind: str, rows: Tensor) -> list[Tensor]:
+    """Answer a collective for all ranks at once; `rows` [R, ...] has each rank's tensor."""
+    size = len(rows)
+    if kind == "all_to_all":
+        return list(rows.transpose(0, 1))
+    if kind == "gather":
+        return [rows] * size
+    if kind == "max":
+        return [rows.amax(0)] * size
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return [total] * size if kind == "sum" else list(total)
