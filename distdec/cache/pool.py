@@ -35,8 +35,9 @@ class KVPool:
         poison: bool = False,
     ) -> None:
         """Allocate; nothing is initialised unless poisoned."""
+        self.num_kv_heads, self.head_dim, self.v_head_dim = num_kv_heads, head_dim, v_head_dim or head_dim
         self.k = torch.empty(num_layers, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
-        self.v = torch.empty(num_layers, num_slots, num_kv_heads, v_head_dim or head_dim, dtype=dtype, device=device)
+        self.v = torch.empty(num_layers, num_slots, num_kv_heads, self.v_head_dim, dtype=dtype, device=device)
         if poison:
             self.k.fill_(float("nan"))
             self.v.fill_(float("nan"))
