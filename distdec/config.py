@@ -1,0 +1,277 @@
+"""The configuration of a run: frozen dataclasses with every check that needs no model. No torch, no Hydra.
+
+`launch/boot.py` registers these classes as Hydra schemas and prints their help texts; a program of one's own builds
+them directly. A default is written here once; the YAML options under conf/ only say where they differ.
+"""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+
+from distdec.request import SamplingParams, _check_float, _check_int, _help
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot")
+BACKENDS = ("auto", "reference", "triton")
+MODELS = ("smollm2", "path")
+WORKLOADS = ("prompt", "passkey", "jsonl")
+ON_ERROR = ("stop", "skip")
+MAX_CHUNK_FRAMES = 8
+
+
+def _one_of(name: str, value: object, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ValueError(f"{name} must be one of {', '.join(legal)}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, in which dtype, on which device."""
+
+    name: str = field(
+        default="smollm2", metadata=_help("smollm2: the small model of the quickstart; path: the folder model.path")
+    )
+    path: str | None = field(
+        default=None, metadata=_help("folder of any Hugging Face causal language model; wins over model.name")
+    )
+    dtype: str = field(default="auto", metadata=_help(f"{', '.join(DTYPES)}; auto: bfloat16 on cuda, float32 on cpu"))
+    device: str = field(default="auto", metadata=_help("auto (cuda where there is one), cpu or cuda"))
+
+    def __post_init__(self) -> None:
+        _one_of("model.name", self.name, MODELS)
+        _one_of("model.dtype", self.dtype, DTYPES)
+        _one_of("model.device", self.device, DEVICES)
+        if self.name == "path" and not self.path:
+            raise ValueError("model=path needs the folder: model.path=FOLDER")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the ranks are arranged: world = kvp x tp."""
+
+    kvp: int = field(
+        default=0, metadata=_help("ranks along which one sequence's tokens are sharded; 0: world size / tp")
+    )
+    tp: int = field(default=1, metadata=_help("ranks along which the heads are sharded; divides the KV heads"))
+    merge: str = field(
+        default="auto", metadata=_help(f"how partial attention is merged across ranks: {', '.join(MERGE_MODES)}")
+    )
+    timeout_s: float = field(
+        default=120.0, metadata=_help("seconds after which a collective that waits on a lost rank fails")
+    )
+
+    def __post_init__(self) -> None:
+        _check_int("parallel.kvp", self.kvp, 0, None)
+        _check_int("parallel.tp", self.tp, 1, None)
+        _one_of("parallel.merge", self.merge, MERGE_MODES)
+        _check_float("parallel.timeout_s", self.timeout_s, 0.0, None, open_low=True)
+
+    def resolve(self, world_size: int) -> tuple[int, int]:
+        """Return (kvp, tp) for a world of `world_size` ranks.
+
+        Raises:
+            ValueError: kvp x tp is not the world size; the message holds all three numbers.
+        """
+        kvp = self.kvp or max(1, world_size // self.tp)
+        if kvp * self.tp != world_size:
+            raise ValueError(
+                f"parallel.kvp={kvp} x parallel.tp={self.tp} = {kvp * self.tp} ranks, but {world_size} were started: "
+                f"start {kvp * self.tp} (torchrun --nproc-per-node {kvp * self.tp}) or set kvp x tp = {world_size}"
+            )
+        return kvp, self.tp
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """Size and granularity of the sharded KV cache."""
+
+    max_tokens: int = field(
+        default=0, metadata=_help("tokens the cache holds over all ranks; 0: from memory_gb, or what the run needs")
+    )
+    memory_gb: float = field(
+        default=0.0, metadata=_help("GiB of KV per rank; 0: what the run needs, within memory_fraction of free memory")
+    )
+    memory_fraction: float = field(
+        default=0.8, metadata=_help("share of a rank's free memory the cache may take when sizes are automatic")
+    )
+    min_chunk: int = field(default=128, metadata=_help("tokens of a frame, the unit of allocation; a power of two"))
+    max_chunk: int = field(default=1024, metadata=_help("tokens of the longest chunk: min_chunk times 1, 2, 4 or 8"))
+    page_size: int = field(default=16, metadata=_help("tokens of a page, the unit of prefix hits; divides min_chunk"))
+    shard_min_tokens: int = field(
+        default=0, metadata=_help("sequences up to this length stay on one rank; 0 shards every sequence")
+    )
+    weights: tuple[int, ...] | None = field(
+        default=None, metadata=_help("share of the tokens each kvp rank takes, one integer a rank; null: even")
+    )
+
+    def __post_init__(self) -> None:
+        _check_int("cache.max_tokens", self.max_tokens, 0, None)
+        _check_float("cache.memory_gb", self.memory_gb, 0.0, None)
+        _check_float("cache.memory_fraction", self.memory_fraction, 0.0, 1.0, open_low=True)
+        _check_int("cache.min_chunk", self.min_chunk, 1, None)
+        _check_int("cache.page_size", self.page_size, 1, None)
+        _check_int("cache.shard_min_tokens", self.shard_min_tokens, 0, None)
+        if self.min_chunk & (self.min_chunk - 1):
+            raise ValueError(f"cache.min_chunk must be a power of two, got {self.min_chunk}")
+        legal = [self.min_chunk << i for i in range(MAX_CHUNK_FRAMES.bit_length())]
+        if self.max_chunk not in legal:
+            raise ValueError(f"cache.max_chunk must be one of {legal} (min_chunk x 1, 2, 4, 8), got {self.max_chunk}")
+        if self.min_chunk % self.page_size:
+            raise ValueError(f"cache.page_size={self.page_size} must divide cache.min_chunk={self.min_chunk}")
+        if self.max_tokens and self.memory_gb:
+            raise ValueError(
+                f"give cache.max_tokens or cache.memory_gb, not both (got {self.max_tokens} and {self.memory_gb:g})"
+            )
+        if self.weights is not None:
+            weights = tuple(self.weights)
+            for weight in weights:
+                _check_int("cache.weights", weight, 1, None)
+            object.__setattr__(self, "weights", weights)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How much one step does."""
+
+    prefill_slice: int = field(
+        default=512, metadata=_help("tokens of a prompt run in one step; bounds the activations of prefill")
+    )
+    token_budget: int = field(
+        default=1024, metadata=_help("tokens of all rows of a step together; decode rows come first")
+    )
+    max_rows: int = field(default=64, metadata=_help("requests that run at the same time"))
+
+    def __post_init__(self) -> None:
+        _check_int("scheduler.prefill_slice", self.prefill_slice, 1, None)
+        _check_int("scheduler.token_budget", self.token_budget, 1, None)
+        _check_int("scheduler.max_rows", self.max_rows, 1, None)
+        if self.max_rows > self.token_budget:
+            raise ValueError(
+                f"scheduler.max_rows={self.max_rows} decode rows need a scheduler.token_budget of at least as many "
+                f"tokens, got {self.token_budget}"
+            )
+
+
+@dataclass(frozen=True)
+class BackendConfig:
+    """Which kernels compute local attention."""
+
+    name: str = field(
+        default="auto",
+        metadata=_help("auto: triton on cuda, reference on cpu; reference: PyTorch; triton: the kernels"),
+    )
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"backend.name must name a backend ({', '.join(BACKENDS)}), got {self.name!r}")
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """Where the prompts come from."""
+
+    name: str = field(
+        default="prompt",
+        metadata=_help(
+            "prompt: prompt=, prompt_file= or prompts=; jsonl: prompts=; passkey: a key hidden in a long text"
+        ),
+    )
+    num_tokens: int = field(default=4096, metadata=_help("passkey: length of the prompt in tokens"))
+    depth: float = field(default=0.5, metadata=_help("passkey: where the key is hidden, 0 (start) to 1 (end)"))
+    seed: int = field(default=0, metadata=_help("passkey: seed of the key and of the place in the text"))
+
+    def __post_init__(self) -> None:
+        _one_of("workload.name", self.name, WORKLOADS)
+        _check_int("workload.num_tokens", self.num_tokens, 1, None)
+        _check_float("workload.depth", self.depth, 0.0, 1.0)
+        _check_int("workload.seed", self.seed, 0, None)
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run of launch/generate.py.
+
+    Raises:
+        ValueError: sections that contradict each other, with the values and what is legal.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    backend: BackendConfig = field(default_factory=BackendConfig)
+    workload: WorkloadConfig = field(default_factory=WorkloadConfig)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    prompt: str | None = field(default=None, metadata=_help("the prompt itself"))
+    prompt_file: str | None = field(default=None, metadata=_help("file whose text is the prompt"))
+    prompts: str | None = field(
+        default=None,
+        metadata=_help('JSON lines, one request each: {"prompt": ...} or {"messages": [...]}, and sampling parameters'),
+    )
+    chat: bool = field(default=False, metadata=_help("put a plain prompt through the model's chat template"))
+    output: str | None = field(
+        default=None, metadata=_help("JSON lines file for text, token ids, finish reason and timings of each request")
+    )
+    on_error: str = field(
+        default="stop", metadata=_help("a request that cannot run: stop ends the run, skip reports it and goes on")
+    )
+    parity: bool = field(
+        default=False, metadata=_help("compare the tokens with single-process transformers (eager), really run after")
+    )
+
+    def __post_init__(self) -> None:
+        _one_of("on_error", self.on_error, ON_ERROR)
+        inputs = {"prompt": self.prompt, "prompt_file": self.prompt_file, "prompts": self.prompts}
+        given = [f"{name}=" for name, value in inputs.items() if value is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of prompt=, prompt_file= and prompts=, got {' and '.join(given)}")
+        if self.workload.name == "passkey" and given:
+            raise ValueError(f"workload=passkey makes its own prompt; drop {given[0]} or use workload=prompt")
+        if self.workload.name == "jsonl" and self.prompts is None:
+            raise ValueError("workload=jsonl needs prompts=FILE.jsonl")
+
+    def check_inputs(self) -> None:
+        """Refuse a run without a prompt. Apart from the other checks, since other programs use the config without one.
+
+        Raises:
+            ValueError: no input at all, or an empty prompt.
+        """
+        if self.workload.name == "prompt" and self.prompt is None and self.prompt_file is None and self.prompts is None:
+            raise ValueError("no prompt: give prompt=TEXT, prompt_file=FILE, prompts=FILE.jsonl or workload=passkey")
+        if self.prompt is not None and not self.prompt.strip():
+            raise ValueError("the prompt is empty: prompt= needs some text")
+
+    def digests(self) -> dict[str, bytes]:
+        """Return a 32-byte digest of each key, equal on two ranks exactly when the key's value is.
+
+        Kept by key, so that a start with different configs can name what differs.
+        """
+        return {key: hashlib.sha256(json.dumps(value).encode()).digest() for key, value in flatten(self)}
+
+
+def flatten(config: object, prefix: str = "") -> list[tuple[str, object]]:
+    """Return (dotted key, value) of every leaf of a config dataclass, in the order of declaration."""
+    pairs: list[tuple[str, object]] = []
+    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+        value = getattr(config, item.name)
+        key = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            pairs += flatten(value, f"{key}.")
+        else:
+            pairs.append((key, value))
+    return pairs
+
+
+def describe(config_class: type = Config, prefix: str = "") -> list[tuple[str, object, str]]:
+    """Return (dotted key, default, help text) of every leaf of a config dataclass, in the order of declaration."""
+    rows: list[tuple[str, object, str]] = []
+    for item in dataclasses.fields(config_class):
+        key = f"{prefix}{item.name}"
+        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
+        if dataclasses.is_dataclass(default):
+            rows += describe(type(default), f"{key}.")
+        else:
+            rows.append((key, default, item.metadata["help"]))
+    return rows

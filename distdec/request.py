@@ -1,0 +1,231 @@
+"""The vocabulary of a run: what a user asks for, and what one step does about it. Integers and strings only, no torch.
+
+A `StepPlan` is decided by rank 0 and travels to the other ranks as a list of integers: `encode()` and `decode()` are
+the whole wire format, with a version and a checksum in front, because a mismatched broadcast corrupts silently.
+"""
+
+import array
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from numbers import Integral
+
+MAGIC = 0x64697374646563  # "distdec" in ASCII
+VERSION = 1
+GREEDY_TEMPERATURE = 1e-5  # dividing logits by less overflows float32 to NaN; such a temperature means greedy
+
+
+def _help(text: str) -> dict[str, str]:
+    return {"help": text}
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    Raises:
+        ValueError: a value is out of range or NaN; the message names the field, the value and the legal range.
+    """
+
+    max_new_tokens: int = field(default=64, metadata=_help("most tokens to generate, at least 1"))
+    temperature: float = field(default=0.0, metadata=_help("0 (or less than 1e-5) is greedy; higher is more random"))
+    top_k: int = field(default=0, metadata=_help("sample among the k likeliest tokens; 0 is off"))
+    top_p: float = field(
+        default=1.0, metadata=_help("sample among the likeliest tokens of this total probability; 1 is off")
+    )
+    min_p: float = field(
+        default=0.0, metadata=_help("drop tokens below this share of the likeliest one's probability; 0 is off")
+    )
+    repetition_penalty: float = field(
+        default=1.0, metadata=_help("divide positive (multiply negative) logits of tokens already seen; 1 is off")
+    )
+    seed: int | None = field(default=None, metadata=_help("seed of the draws; null draws one and reports it"))
+    stop: tuple[str, ...] = field(default=(), metadata=_help("strings that end the text; not part of the output"))
+    ignore_eos: bool = field(default=False, metadata=_help("go on after the model's end-of-sequence token"))
+
+    def __post_init__(self) -> None:
+        _check_int("max_new_tokens", self.max_new_tokens, 1, None)
+        _check_float("temperature", self.temperature, 0.0, None)
+        _check_int("top_k", self.top_k, 0, None)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, 2**63 - 1)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ValueError(f"stop must be strings that are not empty, got {list(stop)!r}")
+        object.__setattr__(self, "stop", stop)
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its sampling parameters; `request_id` is unique for the lifetime of an engine."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+
+    def __post_init__(self) -> None:
+        ids = tuple(int(i) for i in self.prompt_ids)
+        if not ids:
+            raise ValueError(f"request {self.request_id}: the prompt is empty; it needs at least one token")
+        object.__setattr__(self, "prompt_ids", ids)
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens whose KV this request stores. The last generated token is never fed back."""
+        return len(self.prompt_ids) + self.sampling.max_new_tokens - 1
+
+    def check(self, vocab_size: int, max_positions: int) -> None:
+        """Refuse what the model cannot run.
+
+        Raises:
+            ValueError: a token id outside the vocabulary, or prompt + max_new_tokens over the model's positions.
+        """
+        low, high = min(self.prompt_ids), max(self.prompt_ids)
+        if low < 0 or high >= vocab_size:
+            bad = low if low < 0 else high
+            raise ValueError(
+                f"request {self.request_id}: token id {bad} is outside the vocabulary (legal: 0 to {vocab_size - 1})"
+            )
+        total = len(self.prompt_ids) + self.sampling.max_new_tokens
+        if total > max_positions:
+            raise ValueError(
+                f"request {self.request_id}: prompt ({len(self.prompt_ids)}) + max_new_tokens "
+                f"({self.sampling.max_new_tokens}) = {total} tokens, over the model's limit of {max_positions}"
+            )
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    LENGTH = "length"
+    EOS = "eos"
+    STOP = "stop"
+    NUMERICS = "numerics"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request's share of a step: `token_ids` at global positions `start, start + 1, ...` of its own sequence."""
+
+    request_id: int
+    start: int
+    token_ids: tuple[int, ...]
+    needs_logits: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class PlanKind(IntEnum):
+    """What the ranks do with a plan."""
+
+    RUN = 0
+    DONE = 1
+    FAIL = 2
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What every rank does in one step, in this order: free, admit, reserve the rows' tokens, run the rows.
+
+    Rows of one token that need logits come first (decode rows), prefill slices after them.
+    """
+
+    step: int
+    kind: PlanKind = PlanKind.RUN
+    free: tuple[int, ...] = ()
+    admit: tuple[int, ...] = ()
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+    def encode(self) -> list[int]:
+        """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
+
+        Example: a decode row (request 7, position 12, token 99) alone in step 3 encodes, after the three header
+        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99]`.
+        """
+        body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
+        for row in self.rows:
+            body += [row.request_id, row.start, int(row.needs_logits), len(row.token_ids), *row.token_ids]
+        return [MAGIC, VERSION, _checksum(body), *body]
+
+    @classmethod
+    def decode(cls, words: Sequence[int]) -> "StepPlan":
+        """Rebuild a plan from `encode()`'s integers.
+
+        Raises:
+            ValueError: not a plan, another version, or damaged on the way.
+        """
+        if len(words) < 3 or words[0] != MAGIC:
+            raise ValueError("the integers received are not a step plan: the ranks are out of step")
+        if words[1] != VERSION:
+            raise ValueError(f"step plan of version {words[1]}, this rank reads version {VERSION}")
+        body = list(words[3:])
+        if _checksum(body) != words[2]:
+            raise ValueError("step plan damaged on the way: its checksum differs")
+        reader = _Reader(body)
+        step, kind = reader.take(2)
+        free = reader.take(reader.one())
+        admit = reader.take(reader.one())
+        rows = []
+        for _ in range(reader.one()):
+            request_id, start, needs_logits, num_tokens = reader.take(4)
+            rows.append(Row(request_id, start, reader.take(num_tokens), bool(needs_logits)))
+        if not reader.at_end:
+            raise ValueError("step plan longer than its own lengths say")
+        return cls(step, PlanKind(kind), free, admit, tuple(rows))
+
+
+class _Reader:
+    def __init__(self, words: list[int]) -> None:
+        self.words, self.at = words, 0
+
+    def take(self, count: int) -> tuple[int, ...]:
+        if count < 0 or self.at + count > len(self.words):
+            raise ValueError("step plan shorter than its own lengths say")
+        self.at += count
+        return tuple(self.words[self.at - count : self.at])
+
+    def one(self) -> int:
+        return self.take(1)[0]
+
+    @property
+    def at_end(self) -> bool:
+        return self.at == len(self.words)
+
+
+def _checksum(words: Sequence[int]) -> int:
+    return zlib.crc32(array.array("q", words).tobytes())
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    legal = f"at least {low}" if high is None else f"{low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ValueError(f"{name} must be a whole number, {legal}, got {value!r}")
+    if int(value) < low or (high is not None and int(value) > high):
+        raise ValueError(f"{name} must be {legal}, got {value}")
+
+
+def _check_float(name: str, value: object, low: float, high: float | None, open_low: bool = False) -> None:
+    bound = f"more than {low:g}" if open_low else f"at least {low:g}"
+    legal = f"a finite number, {bound}" + ("" if high is None else f" and at most {high:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} must be {legal}, got {value!r}")
+    if value < low or (open_low and value == low) or (high is not None and value > high):
+        raise ValueError(f"{name} must be {legal}, got {value!r}")
