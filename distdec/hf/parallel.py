@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distdec.merge import column_range
-from distdec.mesh import Mesh
+from distdec.mesh import Mesh, all_gather, validate_layout
 
 
 class Cut(NamedTuple):
@@ -98,12 +98,7 @@ def local_heads(config: object, mesh: Mesh) -> tuple[int, int]:
     """
     num_q = int(getattr(config, "num_attention_heads"))  # noqa: B009 - configs are typed as object here
     num_kv = int(getattr(config, "num_key_value_heads", None) or num_q)
-    if num_kv % mesh.tp_size or num_q % num_kv:
-        legal = [t for t in range(1, num_kv + 1) if num_kv % t == 0]
-        raise ValueError(
-            f"tp={mesh.tp_size} must divide the {num_kv} KV heads ({num_q} query heads); legal tp: {legal}; use more "
-            f"kvp ranks instead: kvp x tp = {mesh.world_size}"
-        )
+    validate_layout(mesh.world_size, mesh.kvp_size, mesh.tp_size, num_q, num_kv)
     return num_q // mesh.tp_size, num_kv // mesh.tp_size
 
 
@@ -155,7 +150,7 @@ class GatherLinear(nn.Module):
         send = y.new_zeros(rows, widest)
         send[:, : y.shape[-1]] = y.reshape(rows, -1)
         parts = send.new_empty(len(self.sizes) * rows, widest)
-        _all_gather(parts, send, self.group)
+        all_gather(parts, send, self.group)
         parts = parts.view(len(self.sizes), rows, widest)
         full = torch.cat([parts[r, :, :n] for r, n in enumerate(self.sizes)], -1)
         return full.view(*x.shape[:-1], -1)
@@ -168,8 +163,11 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.rows = rows
-        self.scale = scale
         self.group = group
+        if isinstance(scale, Tensor):
+            self.register_buffer("scale", scale, persistent=False)
+        else:
+            self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:
         start, stop = self.rows
@@ -355,8 +353,3 @@ def _sum_over(group: object) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor]
         return out
 
     return hook
-
-
-def _all_gather(out: Tensor, part: Tensor, group: object) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(out, part, group=group)
