@@ -78,8 +78,8 @@ class DistributedAttention:
             In-place: writes the pool. Collective: the merge's, over the kvp axis, on every rank, with or without
             tokens. Graph-safe. Host sync: none.
         """
-        self._check(q, k, v, batch)
         k_pool, v_pool = self.cache.pool.layer(layer)
+        self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
         self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         partial = self._partial(q, k_pool, v_pool, batch, scale, window, softcap)
@@ -129,16 +129,12 @@ class DistributedAttention:
             return parts[0]
         return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, batch: StepBatch) -> None:
-        pool = self.cache.pool
-        tokens = batch.num_tokens
-        want_k = (tokens, pool.num_kv_heads, pool.head_dim)
-        want_v = (tokens, pool.num_kv_heads, pool.v_head_dim)
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, tokens: int) -> None:
+        want_k, want_v = (tokens, *k_pool.shape[1:]), (tokens, *v_pool.shape[1:])
         if tuple(k.shape) != want_k or tuple(v.shape) != want_v:
             raise ValueError(
                 f"expected k {want_k} and v {want_v} for this step and pool, got {tuple(k.shape)} and {tuple(v.shape)}"
             )
-        if q.dim() != 3 or q.shape[0] != tokens or q.shape[2] != pool.head_dim or q.shape[1] % pool.num_kv_heads:
-            raise ValueError(
-                f"expected q [{tokens}, a multiple of {pool.num_kv_heads} heads, {pool.head_dim}], got {tuple(q.shape)}"
-            )
+        heads, head_dim = k_pool.shape[1:]
+        if q.dim() != 3 or q.shape[0] != tokens or q.shape[2] != head_dim or q.shape[1] % heads:
+            raise ValueError(f"expected q [{tokens}, a multiple of {heads} heads, {head_dim}], got {tuple(q.shape)}")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from tests.hf_models import FAMILIES, tiny_model
 
 

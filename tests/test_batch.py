@@ -1,0 +1,146 @@
+"""A step's tables say exactly which tokens a rank holds, where, and which of them a window can reach."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from distdec.batch import StepBuffers
+from distdec.cache.kv_cache import KVCache
+from distdec.cache.layout import CacheLayout
+from distdec.ops.backends import get_backend
+
+WINDOWS = (0, 5, 40)
+
+
+def grown_cache(lens, ranks=3, seed=0, min_chunk=4, max_chunk=16):
+    """A cache whose sequences grew in random order, so that their chunks are scattered and of every size."""
+    layout = CacheLayout(num_frames=(400,) * ranks, min_chunk=min_chunk, max_chunk=max_chunk, page_size=2)
+    kv = KVCache(layout)
+    rng = random.Random(seed)
+    left = dict(enumerate(lens))
+    for seq in left:
+        kv.add(seq)
+    while any(left.values()):
+        seq = rng.choice([s for s, n in left.items() if n])
+        step = min(left[seq], rng.randint(1, 9))
+        kv.extend(seq, step)
+        left[seq] -= step
+    return kv
+
+
+def buffers_for(kv, rank, tile_tokens=6, **kwargs):
+    backend = get_backend("reference", "cpu")
+    made = StepBuffers(kv, rank, backend, windows=WINDOWS, **kwargs)
+    made.tile_tokens = tile_tokens
+    made._grow(*made._capacity, force=True)
+    return made
+
+
+def tokens_of(tables, row):
+    """Recount (slot, position) pairs of a row from its tiles."""
+    begin, end = tables.tile_ranges[row].tolist()
+    pairs = []
+    for slot, length, position, _ in tables.tile_table[begin:end].tolist():
+        assert 1 <= length <= 6
+        pairs += [(slot + i, position + i) for i in range(length)]
+    return pairs
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_tiles_of_a_row_are_the_tokens_the_rank_holds(rank):
+    lens = [33, 1, 130, 64, 7]
+    counts = [1, 1, 1, 20, 7]
+    kv = grown_cache(lens)
+    batch = buffers_for(kv, rank).fill(list(enumerate(counts)))
+    assert (batch.decode.num_rows, batch.decode.max_q_len) == (3, 1)
+    assert (batch.prefill.num_rows, batch.prefill.first_token, batch.prefill.max_q_len) == (2, 3, 20)
+    for row, length in enumerate(lens):
+        slots = kv.slots(row, 0, length, rank)
+        want = [(int(s), p) for p, s in enumerate(slots) if s >= 0]
+        section, at = ("decode", row) if row < 3 else ("prefill", row - 3)
+        assert tokens_of(batch.tables(section, 0), at) == want
+
+
+def test_positions_and_slots_are_those_of_the_last_tokens():
+    lens, counts = [33, 5, 130], [2, 2, 11]
+    kv = grown_cache(lens)
+    per_rank = [buffers_for(kv, rank).fill(list(enumerate(counts))) for rank in range(3)]
+    want = [p for length, n in zip(lens, counts, strict=True) for p in range(length - n, length)]
+    for rank, batch in enumerate(per_rank):
+        assert batch.q_positions.tolist() == want
+        expected = np.concatenate([kv.slots(s, lens[s] - counts[s], lens[s], rank) for s in range(3)])
+        assert batch.slot_mapping.tolist() == expected.tolist()
+    owners = torch.stack([b.slot_mapping >= 0 for b in per_rank]).sum(0)
+    assert owners.tolist() == [1] * 15
+
+
+@pytest.mark.parametrize("window", WINDOWS[1:])
+def test_a_windows_tiles_hold_every_key_it_reaches_and_none_that_end_before(window):
+    lens, counts = [90, 41, 6, 200], [3, 3, 3, 17]
+    kv = grown_cache(lens, seed=2)
+    for rank in range(3):
+        batch = buffers_for(kv, rank).fill(list(enumerate(counts)))
+        for row, (length, n) in enumerate(zip(lens, counts, strict=True)):
+            reach = length - n - window + 1
+            section, at = ("decode", row) if row < 3 else ("prefill", row - 3)
+            pairs = tokens_of(batch.tables(section, window), at)
+            everything = tokens_of(batch.tables(section, 0), at)
+            assert [p for p in everything if p[1] >= reach] == [p for p in pairs if p[1] >= reach]
+            begin, end = batch.tables(section, window).tile_ranges[at].tolist()
+            for _, tile_len, position, _ in batch.tables(section, window).tile_table[begin:end].tolist():
+                assert position + tile_len > reach
+
+
+def test_cumulated_tiles_start_anew_in_each_section():
+    kv = grown_cache([33, 64, 130, 9])
+    batch = buffers_for(kv, 0).fill([(0, 1), (1, 1), (2, 12), (3, 5)])
+    for section in ("decode", "prefill"):
+        for window in WINDOWS:
+            tables = batch.tables(section, window)
+            spans = (tables.tile_ranges[:, 1] - tables.tile_ranges[:, 0]).tolist()
+            assert tables.cum_tiles.tolist() == [0, spans[0], spans[0] + spans[1]]
+
+
+def test_padding_rows_hold_nothing():
+    kv = grown_cache([33, 64, 9])
+    batch = buffers_for(kv, 1).fill([(0, 1), (1, 1), (2, 9)], pad_decode_rows=5)
+    assert batch.num_tokens == 5 + 9
+    assert batch.q_positions.tolist()[2:5] == [-1, -1, -1]
+    assert batch.slot_mapping.tolist()[2:5] == [-1, -1, -1]
+    ranges = batch.tables("decode", 0).tile_ranges
+    assert (ranges[2:, 0] == ranges[2:, 1]).all()
+    assert batch.q_positions.tolist()[5:] == list(range(9))
+
+
+def test_addresses_stay_while_a_step_fits_and_growth_is_counted():
+    kv = grown_cache([33, 64])
+    buffers = buffers_for(kv, 0, max_tokens=4, max_rows=2, max_views=64)
+    first = buffers.fill([(0, 1), (1, 1)])
+    generation, address = buffers.generation, first.q_positions.data_ptr()
+    kv.extend(0, 1)
+    second = buffers.fill([(0, 1), (1, 1)])
+    assert (buffers.generation, second.q_positions.data_ptr()) == (generation, address)
+    assert second.q_positions.tolist() == [33, 63]
+    kv.extend(0, 40)
+    buffers.fill([(0, 40), (1, 1)])
+    assert buffers.generation == generation + 1
+
+
+def test_a_window_nobody_announced_is_refused():
+    kv = grown_cache([9, 4])
+    batch = buffers_for(kv, 0).fill([(0, 1), (1, 1)])
+    with pytest.raises(ValueError, match=r"window 77 .* \[0, 5, 40\]"):
+        batch.tables("decode", 77)
+
+
+def test_a_step_without_rows_and_rows_without_tokens_are_legal():
+    kv = grown_cache([9, 4])
+    buffers = buffers_for(kv, 0)
+    empty = buffers.fill([])
+    assert (empty.num_tokens, empty.decode, empty.prefill) == (0, None, None)
+    batch = buffers.fill([(0, 0), (1, 4)])
+    assert batch.num_tokens == 4
+    assert batch.prefill.num_rows == 2
+    assert batch.prefill.q_indptr.tolist() == [0, 0, 4]
