@@ -1,0 +1,88 @@
+"""A slice of a prompt against a long cached past: our prefill op beside the SDPA backends."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench_inputs import Inputs, Shape
+from bench_peers import SDPA
+from bench_run import BEST_PEER, Bench, Variant
+from bench_timing import compare, reference_row
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+NUM_Q_HEADS = 32
+
+
+def prefill_point(bench: Bench, slice_len: int, cached: int) -> None:
+    """Measure the cached part alone (every key is visible), then the slice against the cache and itself."""
+    for part in ("cached", "whole"):
+        length = cached + (slice_len if part == "whole" else 0)
+        shape = Shape((length,), NUM_Q_HEADS, q_len=slice_len if part == "whole" else 1)
+        config = {**shape.config(), "q_len": slice_len, "part": part}
+        with bench.point("prefill", config) as go:
+            if go:
+                inputs = bench.inputs(shape, copies=1, prefill=part == "whole")
+                q = torch.randn(slice_len, NUM_Q_HEADS, shape.head_dim, device=bench.device).to(inputs.q.dtype)
+                positions = torch.arange(cached, cached + slice_len, dtype=torch.int32, device=bench.device)
+                variants = [ours(inputs, q, positions, part), *peers(bench, inputs, q, part)]
+                pairs = slice_len * cached + (slice_len * (slice_len + 1) // 2 if part == "whole" else 0)
+                for variant in variants:
+                    variant.flops = 4.0 * NUM_Q_HEADS * shape.head_dim * pairs
+                timer = bench.timer(rounds=3 if bench.smoke else 9, max_calls=4)
+                bench.measure("prefill", config, variants, timer=timer, **inputs.describe())
+
+
+def truth(inputs: Inputs, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the float32 result, some query tokens at a time: scores of all would not fit."""
+    parts = [
+        reference_row(q[i : i + 128], *inputs.rows[0], positions[i : i + 128], q.shape[-1] ** -0.5)
+        for i in range(0, len(q), 128)
+    ]
+    return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def ours(inputs: Inputs, q: Tensor, positions: Tensor, part: str) -> Variant:
+    """Return our prefill op."""
+    tables = inputs.batch.tables("prefill" if part == "whole" else "decode", 0)
+    indptr = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
+    pool, ops, scale = inputs.pools()[0], inputs.ops, q.shape[-1] ** -0.5
+
+    def call(copy: int):
+        return ops.prefill(q, *pool, tables, positions, indptr, len(q), scale=scale)
+
+    def check(partial) -> dict[str, Any]:
+        out, lse = truth(inputs, q, positions)
+        return compare(partial.out, out, q.dtype, partial.lse, lse)
+
+    return Variant("prefill", call, check, ops.name, baseline=BEST_PEER)
+
+
+def peers(bench: Bench, inputs: Inputs, q: Tensor, part: str) -> list[Variant]:
+    """Return the SDPA backends; for the whole slice the mask is causal, aligned to the last key."""
+    k, v = (x[None] for x in inputs.rows[0])
+    query = q.transpose(0, 1)[None].contiguous()
+    names = ["sdpa math"] if bench.device.type == "cpu" else ["sdpa cudnn", "sdpa flash", "sdpa efficient"]
+    length = k.shape[2]
+    positions = torch.arange(length - len(q), length, device=q.device)
+    wide = [x.repeat_interleave(NUM_Q_HEADS // x.shape[1], 1) for x in (k, v)]
+
+    def make(name: str) -> Variant:
+        # the efficient backend refuses grouped heads and the mask object does not carry them: repeat them beforehand
+        grouped = name != "sdpa efficient" and part == "cached"
+        keys, values = (k, v) if grouped else wide
+        mask = causal_lower_right(len(q), length) if part == "whole" else None
+
+        def call(copy: int) -> Tensor:
+            with sdpa_kernel(SDPA[name]):
+                return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=grouped)
+
+        def check(out: Tensor) -> dict[str, Any]:
+            # without a mask the peers see every key, as ours does of the cached part
+            at = positions if part == "whole" else positions + len(q)
+            return compare(out[0].transpose(0, 1), truth(inputs, q, at)[0], q.dtype)
+
+        return Variant(name, call, check, name, peer=True, fields={"grouped_heads": grouped})
+
+    return [make(name) for name in names]
