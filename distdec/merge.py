@@ -8,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distdec.merge_choice import choose_mode
+from distdec.merge_collective import CollectiveMerge, advance
 from distdec.merge_modes import (
     MODES,
     TRANSPORTS,
     Merge,
     Merged,
     Place,
-    Program,
     alone,
     check_partial,
     column_range,
@@ -26,7 +25,7 @@ from distdec.merge_modes import (
     mask_by_length,
     padded_columns,
 )
-from distdec.mesh import Mesh, all_gather, reduce_scatter
+from distdec.mesh import Mesh
 from distdec.ops.partial import Partial
 
 __all__ = [
@@ -40,55 +39,6 @@ __all__ = [
     "padded_columns",
     "simulate",
 ]
-
-
-def _advance(steps: Program, answer: Tensor | None) -> tuple[tuple[str, Tensor] | None, Merged | None]:
-    """Send a program its answer; return the next collective it asks for, or its result."""
-    try:
-        return steps.send(answer), None
-    except StopIteration as done:
-        return None, done.value
-
-
-class CollectiveMerge(Merge):
-    """Run a mode's program with `torch.distributed` over the mesh's kvp group."""
-
-    def __init__(self, mode: str, mesh: Mesh, wire: torch.dtype, reason: str) -> None:
-        self.mode = mode
-        self.reason = reason
-        self.replicated = MODES[mode].replicated
-        self.calls = 0
-        self.mesh = mesh
-        self._place = Place(mesh.kvp_rank, mesh.kvp_size, wire)
-        self._program = MODES[mode].program if mesh.kvp_size > 1 else alone
-
-    def __call__(
-        self, partial: Partial, *, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
-    ) -> Merged:
-        check_partial(partial)
-        steps = self._program(partial, self._place)
-        asked, merged = _advance(steps, None)
-        while asked is not None:
-            asked, merged = _advance(steps, self._collective(*asked))
-        return finish(merged, partial, self._place, sinks, out_dtype)
-
-    def _collective(self, kind: str, mine: Tensor) -> Tensor:
-        """Enter one collective. The result lies in a reused buffer, in `mine` for the all-reduces."""
-        self.calls += 1
-        group = self.mesh.kvp_group
-        if kind in ("max", "sum"):
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX if kind == "max" else dist.ReduceOp.SUM, group=group)
-            return mine
-        shape = {"gather": (self._place.size, *mine.shape), "reduce_scatter": mine.shape[1:], "all_to_all": mine.shape}
-        result = self._place.buffer(f"{kind}_result", shape[kind], mine.dtype, mine.device)
-        # flat views: gloo wants rows concatenated, not stacked
-        if kind == "gather":
-            all_gather(result.view(-1), mine.view(-1), group)
-        elif kind == "reduce_scatter":
-            reduce_scatter(result.view(-1), mine.view(-1), group)
-        else:
-            dist.all_to_all_single(result.view(-1), mine.view(-1), group=group)
-        return result
 
 
 # modes that do not run their program over `torch.distributed` but have a builder of their own
@@ -157,7 +107,7 @@ def simulate(
     ranks = [program(partial, place) for partial, place in zip(partials, places, strict=True)]
     answers = [None] * size
     while True:
-        asked, results = zip(*map(_advance, ranks, answers), strict=True)
+        asked, results = zip(*map(advance, ranks, answers), strict=True)
         if None in asked:
             assert None not in results, "ranks must enter the same number of collectives"
             together = zip(results, partials, places, strict=True)

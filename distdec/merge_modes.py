@@ -12,7 +12,7 @@ Each mode is written once, as a generator that yields the collectives it needs a
     mine = yield "reduce_scatter", rows    [R, ...] -> [...], this rank's row of the sum
     rows = yield "all_to_all", rows        [R, n] -> [R, n], row r went to rank r and came from it
 
-`merge.CollectiveMerge` answers over a mesh's kvp group; `merge.simulate` steps the generators of R partials in one
+`merge_collective` answers over a mesh's kvp group; `merge.simulate` steps the generators of R partials in one
 process.
 
 Rules that every mode keeps: `out` of a row with `lse = -inf` is ignored, whatever it holds. NaN or +inf in a row that

@@ -15,8 +15,9 @@ pytestmark = pytest.mark.dist
 
 T32 = {"rtol": 1e-5, "atol": 1e-5}
 LENGTHS = [0, 1, 130, 17, 411]
-REPLICATED = sorted(mode for mode in MODES if MODES[mode].replicated)
+# collectives a call, of the modes that run over torch.distributed
 COLLECTIVES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 2, "all_to_all": 1}
+REPLICATED = sorted(mode for mode in COLLECTIVES if MODES[mode].replicated)
 
 
 def partials_of(num_ranks, num_heads=9, seed=0):
@@ -30,7 +31,7 @@ def merge_all_modes(num_ranks, transport, sinks):
     done = {}
     with Mesh.create(device="cpu", timeout_s=20) as mesh, warnings.catch_warnings():
         warnings.simplefilter("error")
-        for mode in MODES:
+        for mode in COLLECTIVES:
             merge = make_merge(mode, mesh, transport=transport)
             merged = merge(partials[mesh.kvp_rank], sinks=sinks)
             merge.check_replicated(merged)
@@ -45,7 +46,7 @@ def test_real_ranks_equal_simulated_ones_and_the_truth(ranks, num_ranks):
     rows, partials = partials_of(num_ranks)
     out, lse = truth_of(rows, sinks)
     out[0], lse[0] = 0, -float("inf")  # no key: stays empty beside sinks
-    for mode in MODES:
+    for mode in COLLECTIVES:
         results = [answer[mode][0] for answer in answers]
         assert {answer[mode][1] for answer in answers} == {COLLECTIVES[mode]}
         assert_close(assemble(results).double(), out, **T32)
@@ -65,7 +66,7 @@ def test_bfloat16_transport_over_real_ranks(ranks):
     rows, partials = partials_of(3)
     out, lse = truth_of(rows)
     largest = max(p.out.nan_to_num().abs().max() for p in partials)
-    for mode in MODES:
+    for mode in COLLECTIVES:
         results = [answer[mode][0] for answer in answers]
         error = (assemble(results).double() - out).abs().max()
         assert 0 < error <= 2**-8 * largest * (3 if "reduce" in mode else 1)
@@ -80,7 +81,7 @@ def poison_one_rank(num_ranks, culprit):
     with Mesh.create(device="cpu", timeout_s=20) as mesh:
         mine = partials[mesh.kvp_rank]
         mine.lse[2], mine.out[2] = 1.0, 0.5
-        for mode in MODES:
+        for mode in COLLECTIVES:
             merge = make_merge(mode, mesh)
             clean = merge(mine)
             for tensor in ("lse", "out"):
@@ -100,7 +101,7 @@ def poison_one_rank(num_ranks, culprit):
 @pytest.mark.parametrize(("num_ranks", "culprit"), [(3, 0), (3, 1), (3, 2), (4, 3)])
 def test_nan_on_one_rank_is_seen_by_all_and_spares_the_rest(ranks, num_ranks, culprit):
     for answer in ranks(num_ranks).run(poison_one_rank, num_ranks, culprit):
-        assert answer == {(mode, tensor): (True, True) for mode in MODES for tensor in ("lse", "out")}
+        assert answer == {(mode, tensor): (True, True) for mode in COLLECTIVES for tensor in ("lse", "out")}
 
 
 def merge_many_times(num_ranks, repeats):
@@ -126,7 +127,7 @@ def merge_ragged_steps(num_steps):
     """Steps of random sizes, some without tokens, some with a rank that has no key; returns the collectives of each."""
     counts = []
     with Mesh.create(device="cpu", timeout_s=20) as mesh:
-        merges = [make_merge(mode, mesh) for mode in MODES]
+        merges = [make_merge(mode, mesh) for mode in COLLECTIVES]
         plan = torch.Generator().manual_seed(5)
         for step in range(num_steps):
             num_tokens = int(torch.randint(0, 4, (), generator=plan))
@@ -147,7 +148,7 @@ def merge_ragged_steps(num_steps):
 def test_every_rank_enters_every_collective_with_or_without_tokens(ranks):
     counts = ranks(3).run(merge_ragged_steps, 200)
     assert counts[0] == counts[1] == counts[2]
-    expected = [COLLECTIVES[mode] * 50 for mode in MODES]
+    expected = [COLLECTIVES[mode] * 50 for mode in COLLECTIVES]
     assert counts[0][-4:] == expected
 
 
@@ -235,7 +236,7 @@ def merge_shape_after_shape():
     """Alternate shapes, so that reused buffers hold the last one's remains; compare with a fresh merge each time."""
     with Mesh.create(device="cpu", timeout_s=20) as mesh:
         same = []
-        for mode in MODES:
+        for mode in COLLECTIVES:
             merge = make_merge(mode, mesh)
             for num_tokens in (5, 2, 64, 1, 5):
                 rows = make_rows(range(1, num_tokens + 1), num_heads=5, head_dim=3)
