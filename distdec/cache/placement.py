@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
+from distdec.cache.allocator import require
 from distdec.cache.layout import CacheLayout
 from distdec.cache.ledger import ChunkLedger
 from distdec.cache.sequence import Sequence
@@ -131,6 +132,7 @@ class Placer:
                 if ours > theirs or (ours == theirs and tokens[rank] * weights[best] >= tokens[best] * weight):
                     continue
             best = rank
+        require(best >= 0, "a chunk was asked for, and no rank has an available frame")
         return best
 
     def _runs(self, seq: Sequence, count: int) -> Iterator[tuple[int, int, int]]:
