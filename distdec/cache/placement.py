@@ -74,9 +74,7 @@ class Placer:
             if self._may_write(seq) and (hooked is None or seq.spans[-1].rank == hooked):
                 state = seq.spans[-1].state
             else:
-                if seq.spans and seq.spans[-1].state.owner is seq:
-                    # left before it was full: its tail is of no use to anybody while it is owned
-                    ledger.seal(seq.spans[-1].state)
+                self._leave(seq)
                 rank = self._rank(seq) if hooked is None else hooked
                 state = ledger.open(rank, self._layout.frames_at(seq.length), seq)
             rank, _, num_frames = state.chunk
@@ -88,6 +86,15 @@ class Placer:
             seq.append(state, offset, taken)
             self.tokens[rank] += taken
             count -= taken
+
+    def _leave(self, seq: Sequence) -> None:
+        """Seal the last chunk if it is left before it is full: its tail would be of no use to anybody.
+
+        A full chunk stays owned, so that a sequence cut back into it can go on in place.
+        """
+        state = seq.spans[-1].state if seq.spans else None
+        if state and state.owner is seq and state.filled < state.chunk.num_frames * self._layout.min_chunk:
+            self._ledger.seal(state)
 
     def _may_write(self, seq: Sequence) -> bool:
         """Say whether the next token can go into the last chunk."""
