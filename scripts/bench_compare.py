@@ -10,9 +10,9 @@ values, FlashInfer our own pool in pages of 16. `time_over_baseline` of ours is 
 import sys
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 import torch
+from bench_attention import layer_variant
 from bench_inputs import RAGGED16, Inputs, Shape
 from bench_ops import KIB, decode_variant
 from bench_peers import (
@@ -26,32 +26,14 @@ from bench_peers import (
     sdpa_store_peer,
 )
 from bench_run import BEST_PEER, Bench, Variant, open_mesh, parse, run_sections
-from bench_timing import compare, host_us
+from bench_timing import host_us
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-
-from distdec.attention import DistributedAttention
-
-
-def layer_variant(inputs: Inputs, q: torch.Tensor, name: str = "attention layer", **options: Any) -> Variant:
-    """Return DistributedAttention on these inputs: store, decode, merge."""
-    layer = DistributedAttention(inputs.mesh, inputs.cache, **options)
-
-    def call(copy: int):
-        return layer(q, inputs.k_new, inputs.v_new, inputs.batch, copy)
-
-    def check(merged):
-        start, stop = merged.columns
-        out, lse = inputs.reference(q)
-        return compare(merged.out, out.flatten(1)[:, start : min(stop, out[0].numel())], q.dtype, merged.lse, lse)
-
-    fields = {"merge": getattr(layer.merge, "mode", "none")}
-    num_bytes = inputs.shape.kv_bytes
-    return Variant(name, call, check, inputs.ops.name, num_bytes=num_bytes, baseline=BEST_PEER, fields=fields)
 
 
 def ours(inputs: Inputs, q: torch.Tensor) -> list[Variant]:
     """Return the variants of ours, related to the fastest peer."""
-    return [replace(decode_variant(inputs, q=q), baseline=BEST_PEER), layer_variant(inputs, q)]
+    variants = [decode_variant(inputs, q=q), layer_variant(inputs, q=q)]
+    return [replace(variant, baseline=BEST_PEER) for variant in variants]
 
 
 def sdpa_names(bench: Bench) -> list[str]:

@@ -263,11 +263,12 @@ class CeilingMeter:
         self.device = device
         self._best: dict[int, tuple[int, int, int]] = {}
 
-    def call(self, pools: list[tuple[Tensor, Tensor]], num_bytes: int) -> Call:
-        """Return the read of `num_bytes` of the pools to be timed beside the variants."""
+    def call(self, pools: list[tuple[Tensor, Tensor]], num_bytes: int) -> tuple[Call, int]:
+        """Return the read of `num_bytes` of the pools, to be timed beside the variants, and its bytes."""
         num_bytes -= num_bytes % 128
         if self.device.type == "cpu":
-            return lambda copy: [x.view(-1)[: num_bytes // 2 // x.itemsize].float().sum() for x in pools[copy]]
+            half = num_bytes // 2
+            return lambda copy: [x.view(-1)[: half // x.itemsize].float().sum() for x in pools[copy]], num_bytes
         from ceiling_triton import CONFIGS, Ceiling
 
         ceiling = Ceiling(pools, num_bytes)
@@ -283,4 +284,4 @@ class CeilingMeter:
             ceiling.check(config)
         except AssertionError as failure:
             raise benchlib.CheckFailed(str(failure)) from failure
-        return ceiling.call(config)
+        return ceiling.call(config), num_bytes

@@ -189,7 +189,7 @@ def prefill(bench: Bench) -> None:
     """A slice of a prompt against the cached part alone (no mask bites) and against the whole, beside SDPA."""
     from bench_prefill import prefill_point
 
-    cases = [(16, 130)] if bench.smoke else [(2048, 128 * KIB), (512, 128 * KIB), (2048, 32 * KIB)]
+    cases = [(8, 100)] if bench.smoke else [(2048, 128 * KIB), (512, 128 * KIB), (2048, 32 * KIB)]
     for slice_len, cached in cases:
         prefill_point(bench, slice_len, cached)
 

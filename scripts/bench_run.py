@@ -20,6 +20,7 @@ from distdec.mesh import Mesh
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 BEST_PEER = "best peer"
+CEILING = "read ceiling"
 
 
 @dataclass
@@ -127,7 +128,8 @@ class Bench:
 
     def _failure(self, section: str, variant: Variant, config: dict[str, Any], error: Exception) -> None:
         # how torch and others say that no kernel of theirs takes the point; anything else is a fault
-        refused = variant.peer and isinstance(error, RuntimeError | NotImplementedError)
+        refused = isinstance(error, benchlib.Refused)
+        refused |= variant.peer and isinstance(error, RuntimeError | NotImplementedError)
         status = "unavailable" if refused else "error"
         if isinstance(error, benchlib.CheckFailed):
             status = "check_failed"
@@ -143,18 +145,24 @@ class Bench:
         config: dict[str, Any],
         variants: list[Variant],
         *,
-        ceiling: Call | None = None,
+        ceiling: tuple[Call, int] | None = None,
         timer: Timer | None = None,
         **fields: Any,
     ) -> dict[str, Timing]:
-        """Check, time in turn, and record the variants of one point; return the timings of those that ran."""
+        """Check, time in turn, and record the variants of one point; return the timings of those that ran.
+
+        Args:
+            ceiling: a plain read and its bytes, from `CeilingMeter.call`, timed beside them.
+            fields: further fields of all the point's records.
+        """
         passed = self.checked(section, config, variants)
         calls = {name: variant.call for name, (variant, _) in passed.items()}
         if ceiling is not None:
-            calls["read ceiling"] = ceiling
+            calls[CEILING] = ceiling[0]
         results = time_calls(calls, timer or self.timer())
         times = {name: timing for name, timing in results.items() if isinstance(timing, Timing)}
-        floor = times.get("read ceiling")
+        read = times.pop(CEILING, None)
+        floor = (read.median_us, ceiling[1]) if ceiling is not None and read is not None else None
         for name, (variant, found) in passed.items():
             timing = results[name]
             if isinstance(timing, Exception):
@@ -228,7 +236,7 @@ def parse(
 def open_mesh(args: argparse.Namespace) -> Mesh:
     """Return the mesh of a torchrun start (all ranks on the kvp axis), or a single rank."""
     os.environ.update(NO_MULTICAST)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Mesh.create(device=args.device if args.device == "cpu" else None)
     return Mesh.single(args.device)
 

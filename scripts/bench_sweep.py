@@ -139,11 +139,9 @@ def default(inputs: Inputs) -> Variant:
 
 def report(bench: Bench, shape: Shape, times: dict[str, Timing]) -> None:
     """Print the fastest launches of a shape beside the default."""
-    floor = times.pop("read ceiling", None)
     ranked = sorted(times, key=lambda name: times[name].median_us)
     what = f"B {len(shape.lengths)} context {shape.config()['context']} Hq {shape.num_q_heads} q_len {shape.q_len}"
     best = "; ".join(f"{name}: {times[name].median_us:.1f}" for name in ranked[:5])
     usual = f"{times['default'].median_us:.1f}" if "default" in times else "-"
-    limit = f"{floor.median_us:.1f}" if floor else "-"
     if bench.mesh.rank == 0:
-        print(f"BEST {what} | ceiling {limit} | default {usual} | {best}", flush=True)
+        print(f"BEST {what} | default {usual} | {best}", flush=True)

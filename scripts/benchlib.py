@@ -31,13 +31,17 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-STATUSES = ("ok", "check_failed", "error", "unavailable", "skipped")
+STATUSES = ("ok", "check_failed", "error", "unavailable", "skipped", "derived")
 ALWAYS = ("script", "section", "name", "status", "config", "env")
 MEASURED = ("median_us", "p10_us", "p90_us", "iterations", "timer", "ranks", "backend", "kernels")
 
 
 class CheckFailed(AssertionError):
     """A result differs from the reference: the point gets no number."""
+
+
+class Refused(RuntimeError):
+    """This machine cannot run a variant, and says why: the record says "unavailable"."""
 
 
 @dataclass
@@ -118,11 +122,13 @@ def validate(record: dict[str, Any]) -> None:
         raise ValueError(f"record lacks {missing}")
     if record["status"] not in STATUSES:
         raise ValueError(f"status {record['status']!r} is none of {STATUSES}")
+    if record["status"] == "derived" and not record.get("value"):
+        raise ValueError("a derived record needs a value")
     numbers = [key for key in record if key.endswith(("_us", "_ms", "tb_s", "tflops")) or key.startswith("share_")]
     if record["status"] != "ok":
         if numbers:
             raise ValueError(f"a record with status {record['status']!r} carries {numbers}")
-        if not record.get("reason"):
+        if record["status"] != "derived" and not record.get("reason"):
             raise ValueError("a record without a measurement must give its reason")
         return
     bad = [key for key in numbers if not (isinstance(record[key], int | float) and math.isfinite(record[key]))]
@@ -173,6 +179,8 @@ class Recorder:
 def short_form(record: dict[str, Any]) -> str:
     """One line for the eye; the JSONL holds everything."""
     what = " ".join(f"{key}={value}" for key, value in record["config"].items() if not isinstance(value, list | dict))
+    if record["status"] == "derived":
+        return f"{record['section']:<9} {record['name']:<22} {what}: {record['value']}"
     if record["status"] != "ok":
         return f"{record['section']:<9} {record['name']:<22} {what}: {record['status']}: {record['reason'][:160]}"
     extra = "".join(
