@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from distdec.merge import MODES, column_range, make_merge, mask_by_length, padded_columns, simulate
 from distdec.merge_choice import choose_mode, received_bytes
+from distdec.merge_collective import advance
 from distdec.merge_modes import Place
 from distdec.mesh import Mesh
 from distdec.ops.partial import Partial
@@ -19,6 +20,15 @@ T32 = {"rtol": 1e-5, "atol": 1e-5}
 LENGTHS = [1, 3, 17, 130, 411]
 modes = pytest.mark.parametrize("mode", sorted(MODES))
 rank_counts = pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 6, 8])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nan_in_fresh_buffers():
+    """Every buffer starts as NaN, so that an element nobody wrote shows."""
+    buffer = Place.buffer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Place, "buffer", lambda *args: buffer(*args).fill_(NAN))
+        yield
 
 
 def assert_merged(results, out, lse):
@@ -277,6 +287,19 @@ def test_bfloat16_transport_stays_within_its_stated_error(mode, num_ranks):
     assert error > bound / 50  # it is compressed indeed
     exact = simulate("all_gather", partials)[0].lse
     assert all(torch.equal(result.lse, exact) for result in results)
+
+
+@modes
+def test_nothing_unwritten_is_sent(mode):
+    """Padding columns included: a NaN check on the collectives would stop the job."""
+    partial = shard(make_rows([3, 9], num_heads=3, head_dim=7), 1)[0]
+    steps = MODES[mode].program(partial, Place(1, 3, torch.float32))
+    asked, _ = advance(steps, None)
+    while asked is not None:
+        kind, sent = asked
+        assert not sent.isnan().any()
+        answers = {"gather": sent.expand(3, *sent.shape), "reduce_scatter": sent[0]}
+        asked, _ = advance(steps, answers.get(kind, sent))
 
 
 @modes
