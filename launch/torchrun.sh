@@ -74,7 +74,7 @@ if [ -n "$dry_run" ]; then
     folder=$(mktemp -d)
     trap 'rm -rf -- "$folder"' EXIT
     "$python" launch/assets.py tiny "$folder" >/dev/null
-    overrides=(model=path "model.path=$folder" "prompt=In the beginning there was a dry run" max_new_tokens=8
+    overrides=(model=path "model.path=$folder" "prompt=In the beginning there was a dry run" sampling.max_new_tokens=8
         "${overrides[@]+"${overrides[@]}"}")
     # not exec: the folder is removed afterwards. A Ctrl-C reaches torchrun too, which ends the ranks
     "$python" -m torch.distributed.run "${arguments[@]}" \

@@ -54,6 +54,9 @@ def uniform(name: str, kv_lens: tuple[int, ...], q_len: int, **kwargs: object) -
     return Case(name, kv_lens, (q_len,) * len(kv_lens), **kwargs)  # type: ignore[arg-type]
 
 
+# views and tiles as the default cache deals them
+REAL = {"max_view": 1024, "tile_tokens": 64}
+
 DECODE_CASES = [
     uniform("ragged rows", (37, 1, 130, 64), 1),
     uniform("empty shard among others", (50, 3, 81), 1, local=0.3),
@@ -79,6 +82,19 @@ DECODE_CASES = [
     uniform("padding rows", (37, 70, 12), 2, padding=2),
 ]
 
+GPU_DECODE_CASES = [
+    uniform("gpu ragged", (9000, 17, 1, 4100), 1, num_q_heads=32, num_kv_heads=8, head_dim=128, **REAL),
+    uniform(
+        "gpu uneven shard", (9000, 17, 1, 4100), 1, num_q_heads=64, num_kv_heads=8, head_dim=128, local=0.3, **REAL
+    ),
+    uniform("gpu eight tokens", (3000, 70), 8, num_q_heads=32, num_kv_heads=8, head_dim=128, **REAL),
+    uniform("gpu sixteen tokens of eight", (3000, 70), 16, num_q_heads=64, num_kv_heads=8, head_dim=128, **REAL),
+    uniform("gpu gemma-like", (3000, 70), 1, num_q_heads=16, num_kv_heads=8, head_dim=256, softcap=50.0, **REAL),
+    uniform("gpu window", (9000, 70), 2, num_q_heads=9, num_kv_heads=3, head_dim=64, window=1000, **REAL),
+    uniform("gpu multi-query", (3000, 70), 1, num_q_heads=71, num_kv_heads=1, head_dim=64, **REAL),
+    uniform("gpu head size 192", (3000, 70), 1, num_q_heads=8, num_kv_heads=8, head_dim=192, v_head_dim=128, **REAL),
+]
+
 PREFILL_CASES = [
     Case("ragged slices", (37, 9, 130), (37, 3, 21)),
     Case("whole prompts", (40, 17, 1), (40, 17, 1)),
@@ -95,6 +111,15 @@ PREFILL_CASES = [
     Case("window at a tile edge", (64, 48), (32, 16), window=16, max_view=16),
     Case("window over an uneven shard", (120, 61), (50, 3), window=40, local=0.5),
     Case("softcap", (44, 30), (21, 30), softcap=3.0),
+]
+
+GPU_PREFILL_CASES = [
+    Case("gpu prompts", (2500, 300, 1), (2500, 300, 1), 32, 8, 128, **REAL),
+    Case("gpu slice of a long prompt", (20000, 70), (512, 70), 32, 8, 128, **REAL),
+    Case("gpu few queries, long context", (20000, 1100), (20, 33), 32, 8, 128, local=0.5, **REAL),
+    Case("gpu gemma-like", (1500, 70), (300, 70), 16, 8, 256, softcap=50.0, **REAL),
+    Case("gpu window", (5000, 1300), (2000, 1300), 9, 3, 64, window=1000, **REAL),
+    Case("gpu head size 80", (1500, 70), (300, 70), 8, 8, 80, **REAL),
 ]
 
 

@@ -26,6 +26,7 @@ def in_base_2(op):
 
 def test_auto_is_the_reference_without_a_gpu():
     assert get_backend("auto", "cpu").name == "reference"
+    assert get_backend("auto", "cuda:1").name == "triton"
 
 
 def test_unknown_names_are_refused_with_the_legal_ones():
@@ -49,6 +50,11 @@ def test_sound_foreign_ops_are_accepted_and_work():
     inputs = build(DECODE_CASES[0])
     args = (inputs.q, inputs.k_pool, inputs.v_pool, inputs.tables, inputs.q_positions, 1)
     close_partial(backend.decode(*args, **inputs.options), truth(inputs))
+
+
+def test_our_own_kernels_pass_the_probe():
+    own = get_backend("triton", "cpu")
+    register_backend("again", decode=own.decode, prefill=own.prefill, tile_tokens=own.preferred_tile_tokens)
 
 
 def test_a_base_2_decode_is_refused():

@@ -1,13 +1,14 @@
 """Joining a rank's own partials."""
 
 import importlib
+import itertools
 import math
 
 import pytest
 import torch
 from compare import close_partial, nan_filled_empty
 
-IMPLEMENTATIONS = ["combine"]
+IMPLEMENTATIONS = ["combine", "combine_triton"]
 
 
 def make(device: str = "cpu", dim: int = 24):
@@ -76,6 +77,30 @@ def test_a_nan_partial_poisons_only_its_own_row(module):
     want_out[0, 3], want_lse[0, 3] = math.nan, math.nan
     got = combine(out, lse2, ranges, 2, 2, 3)
     close_partial(got, type(got)(want_out, want_lse))
+
+
+@pytest.mark.parametrize("num_spans", [7, 400, 792])
+def test_ranges_of_spans_are_right_past_two_to_the_31(num_spans):
+    """The range of every unit, worked out in the kernel, against big integers over a line of 2**23 tiles."""
+    tiles, heads = [2**20, 0, 3, 2**22 - 9, 1], 2
+    cum = [0, *itertools.accumulate(tiles)]
+    line = cum[-1] * heads
+    ranges = []
+    for row, count in enumerate(tiles):
+        for head in range(heads):
+            start, unit = cum[row] * heads + head * count, row * heads + head
+            spans = [s for s in range(num_spans) if line * s // num_spans < start + count]
+            spans = [s for s in spans if line * (s + 1) // num_spans > start] if count else []
+            ranges.append([spans[0] + unit, spans[-1] + unit + 1] if spans else [0, 0])
+    generator = torch.Generator().manual_seed(1)
+    out = torch.randn(num_spans + 10, 1, 16, generator=generator)
+    lse2 = torch.randn(num_spans + 10, 1, generator=generator)
+    table = torch.tensor(ranges, dtype=torch.int32)
+    want = importlib.import_module("distdec.ops.combine").combine(out, lse2, table, heads, 1, 1)
+    got = importlib.import_module("distdec.ops.combine_triton").launch_combine(
+        out, lse2, torch.tensor(cum, dtype=torch.int32), 5, heads, 1, 1, num_spans=num_spans, split_tiles=0
+    )
+    close_partial(got, want)
 
 
 @pytest.mark.gpu

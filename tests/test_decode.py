@@ -4,18 +4,23 @@ import math
 
 import pytest
 import torch
-from cases import DECODE_CASES, Case, Inputs, build, case_id, shrink, truth, uniform
+from cases import DECODE_CASES, GPU_DECODE_CASES, Case, Inputs, build, case_id, shrink, truth, uniform
 from compare import as_good_as_eager, close_partial, nan_filled_empty
 
 from distdec.ops.backends import get_backend
+from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.decode import decode
+from distdec.ops.decode_triton import TILE_TOKENS, DeviceLimits, check_pools, decode_launch_plan
+from distdec.ops.tables import KVTables
 
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "triton"]
 
 
 def run(name: str, case: Case, inputs: Inputs, **kwargs):
     """Run one implementation on a case with NaN in every output before it is written."""
     backend = get_backend(name, inputs.q.device)
+    if name == "triton":
+        kwargs["tile_tokens"] = case.tile_tokens
     with nan_filled_empty():
         return backend.decode(
             inputs.q,
@@ -137,8 +142,123 @@ def test_decode_refuses_shapes_that_do_not_match():
         decode(inputs.q[:, :3], *args, 1, scale=1.0)
 
 
+@pytest.mark.parametrize("num_spans", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("case", [DECODE_CASES[1], DECODE_CASES[2]], ids=case_id)
+def test_any_number_of_spans_gives_the_same_result(case, num_spans):
+    inputs = build(case)
+    partials = num_spans + len(case.kv_lens) * case.num_kv_heads
+    workspace = DecodeWorkspace.for_partials(partials, 2, case.head_dim, "cpu")
+    workspace.out.fill_(math.nan)
+    workspace.lse2.fill_(math.nan)
+    close_partial(run("triton", case, inputs, num_spans=num_spans, workspace=workspace), truth(inputs))
+
+
+def test_a_workspace_that_is_too_small_is_refused():
+    inputs = build(DECODE_CASES[0])
+    workspace = DecodeWorkspace.for_partials(10, 2, 16, "cpu")
+    with pytest.raises(ValueError, match="11 partials of 2 x 16 need 352 floats and 22 LSEs; the workspace holds 320"):
+        run("triton", DECODE_CASES[0], inputs, num_spans=3, workspace=workspace)
+
+
+def test_pools_whose_heads_are_not_dense_are_refused():
+    inputs = build(DECODE_CASES[0])
+    wide = torch.zeros(8, 4, 16)[:, ::2]
+    with pytest.raises(ValueError, match=r"v_pool .* must have dense heads"):
+        check_pools(inputs.k_pool, wide)
+
+
+def test_no_rows_and_no_tiles_are_legal():
+    inputs = build(DECODE_CASES[0])
+    none = KVTables(
+        torch.zeros(0, 4, dtype=torch.int32), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    )
+    pools = (inputs.k_pool, inputs.v_pool)
+    for name in ("reference", "triton"):
+        op = get_backend(name, "cpu").decode
+        got = op(inputs.q[:2], *pools, none, inputs.q_positions[:2], 1, scale=1.0)
+        assert (got.out == 0).all() and (got.lse == -math.inf).all()
+        empty = KVTables(none.tile_table, none.tile_ranges[:0], none.cum_tiles[:1])
+        got = op(inputs.q[:0], *pools, empty, inputs.q_positions[:0], 1, scale=1.0)
+        assert got.out.shape == (0, 4, 16) and got.lse.shape == (0, 4)
+
+
+def test_slots_past_two_to_the_31_elements_are_read_and_written(tmp_path):
+    # a sparse file: 2**27 slots of 32 numbers take up address space only
+    slots, far = 2**27 + 64, 2**27 + 3
+    pool = torch.from_file(str(tmp_path / "pool"), shared=True, size=slots * 32, dtype=torch.float16)
+    pool = pool.view(slots, 2, 16)
+    case = uniform("far", (20, 9), 1)
+    inputs = build(case, torch.float16)
+    triton = get_backend("triton", "cpu")
+    used = inputs.k_pool.shape[0]
+    mapping = torch.arange(far, far + used)
+    # keys serve as values too, so that one file is enough
+    triton.store_kv(inputs.k_pool, inputs.k_pool, mapping, pool, pool)
+    assert torch.equal(pool[far : far + used].isnan(), inputs.k_pool.isnan())
+    near = inputs._replace(v_pool=inputs.k_pool)
+    indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
+    table = inputs.tables.tile_table.clone()
+    table[:, 0] += far
+    tables = inputs.tables._replace(tile_table=table)
+    got = run("triton", case, near._replace(k_pool=pool, v_pool=pool, tables=tables))
+    want = run("triton", case, near)
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+    options = {"tile_tokens": 16, **inputs.options}
+    got, want = (
+        triton.prefill(inputs.q, p, p, t, inputs.q_positions, indptr, 1, **options)
+        for p, t in ((pool, tables), (inputs.k_pool, inputs.tables))
+    )
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 33, 256])
+@pytest.mark.parametrize(
+    ("packed", "dim", "size"), [(1, 64, 2), (8, 128, 2), (71, 128, 2), (128, 256, 4), (1136, 80, 2)]
+)
+def test_launch_plans_are_legal_and_fill_the_device(rows, packed, dim, size, deterministic):
+    for device in (DeviceLimits(132, 227 * 1024, True), DeviceLimits(108, 163 * 1024, False)):
+        plan = decode_launch_plan(rows, 8, packed, dim, size, 10**6, device, deterministic=deterministic)
+        assert TILE_TOKENS % plan.block_n == 0 and plan.block_n >= 16
+        assert plan.block_m in (16, 32, 64, 128) and plan.num_warps in (4, 8)
+        assert 0.9 * device.multiprocessors <= plan.num_spans <= 3 * device.multiprocessors
+        if deterministic:
+            assert plan[1:] == decode_launch_plan(1, 8, 1, dim, size, 10, device, deterministic=True)[1:]
+
+
+def test_equal_rows_are_split_uniformly_where_that_fills_the_device():
+    device = DeviceLimits(132, 227 * 1024, True)
+    assert decode_launch_plan(1, 8, 4, 128, 2, 10**6, device).num_spans == 8 * 49
+    # a table of three tiles cannot feed more than three programs a head
+    assert decode_launch_plan(1, 8, 4, 128, 2, 3, device).num_spans == 24
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", DECODE_CASES, ids=case_id)
+@pytest.mark.parametrize("case", DECODE_CASES + GPU_DECODE_CASES, ids=case_id)
 def test_decode_on_a_gpu_in_bfloat16_is_as_good_as_eager(case):
     inputs = build(case, torch.bfloat16, "cuda")
     as_good_as_eager(run("triton", case, inputs), truth(inputs), truth(inputs, torch.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", DECODE_CASES + GPU_DECODE_CASES[:2], ids=case_id)
+def test_decode_on_a_gpu_in_float32(case):
+    inputs = build(case, torch.float32, "cuda")
+    close_partial(run("triton", case, inputs), truth(inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", GPU_DECODE_CASES, ids=case_id)
+def test_deterministic_decode_on_a_gpu_gives_a_row_the_same_bits_in_any_batch(case):
+    inputs = build(case, torch.bfloat16, "cuda")
+    q_len = case.q_lens[0]
+    together = run("triton", case, inputs, split_tiles=8)
+    as_good_as_eager(together, truth(inputs), truth(inputs, torch.bfloat16))
+    for row in range(len(case.kv_lens)):
+        tokens = slice(q_len * row, q_len * (row + 1))
+        begin, end = inputs.tables.tile_ranges[row].tolist()
+        cum = torch.tensor([0, end - begin], dtype=torch.int32, device="cuda")
+        tables = inputs.tables._replace(tile_ranges=inputs.tables.tile_ranges[row : row + 1], cum_tiles=cum)
+        alone = inputs._replace(q=inputs.q[tokens], q_positions=inputs.q_positions[tokens], tables=tables)
+        got = run("triton", case, alone, split_tiles=8)
+        assert torch.equal(got.out, together.out[tokens]) and torch.equal(got.lse, together.lse[tokens])

@@ -4,6 +4,8 @@ The scripts run here in a copy of the checkout with a stand-in for python that r
 decide is tested in milliseconds, without installing anything.
 """
 
+import contextlib
+import io
 import os
 import re
 import shutil
@@ -240,6 +242,19 @@ def test_quickstart_stops_when_the_model_cannot_be_prepared(ready):
     assert ready.calls("torch.distributed.run") == []
 
 
+@pytest.mark.parametrize(("parallel", "ranks"), [("kvp8", 8), ("kvp4_tp2", 8), ("kvp2", 2), ("single", 1)])
+def test_torchrun_line_fits_its_layout(ready, parallel, ranks):
+    result = ready.script("launch/torchrun.sh", "model=path", "model.path=/m", gpus=8, PARALLEL=parallel)
+    assert result.returncode == 0, result.stderr
+    assert ready.calls("torch.distributed.run") == [
+        f"-m torch.distributed.run --standalone --nproc-per-node {ranks} --numa-binding node launch/generate.py "
+        f"parallel={parallel} model=path model.path=/m"
+    ]
+    option = (ROOT / "conf" / "parallel" / f"{parallel}.yaml").read_text()
+    degrees = {name: int(value) for name, value in re.findall(r"^(kvp|tp): (\d+)$", option, re.MULTILINE)}
+    assert degrees["kvp"] * degrees["tp"] == ranks
+
+
 def test_torchrun_dry_run_uses_a_tiny_model_and_no_gpu(ready):
     result = ready.script("launch/torchrun.sh", "--dry-run-cpu", "sampling.seed=1", gpus=8)
     assert result.returncode == 0, result.stderr
@@ -328,6 +343,39 @@ def test_links_in_the_documents_lead_somewhere():
     for path in documents():
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_map_of_the_tree_names_what_exists():
+    readme = (ROOT / "README.md").read_text()
+    tree = re.search(r"## Map of the tree\n+```text\n(.*?)```", readme, re.DOTALL).group(1)
+    names = re.findall(r"^( *)(\S+)", tree, re.MULTILINE)
+    assert len(names) >= 15
+    folder = ROOT
+    for indent, name in names:
+        folder = ROOT if not indent else folder
+        path = folder / name
+        assert path.exists(), f"README names {path.relative_to(ROOT)}"
+        if not indent and path.is_dir():
+            folder = path
+
+
+def run_readme_example() -> str:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
+    assert len(code.splitlines()) <= 25, "the example has grown out of a glance"
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        exec(compile(code, "README.md", "exec"), {})
+    return said.getvalue().strip()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_example_in_the_readme_runs_on_any_number_of_ranks(ranks, num_ranks):
+    lines = ranks(num_ranks).run(run_readme_example)
+    held = [
+        int(re.fullmatch(rf"rank {rank} holds (\d+) of 1021 tokens", line).group(1)) for rank, line in enumerate(lines)
+    ]
+    assert sum(held) == 1021 and min(held) > 0
 
 
 def test_the_main_commands_are_in_the_readme():

@@ -5,7 +5,7 @@ import torch
 
 from distdec.ops.backends import get_backend
 
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "triton"]
 
 
 def expected(views: list[list[int]], tile: int) -> dict[int, list[int]]:

@@ -6,7 +6,7 @@ import torch
 from distdec.ops.backends import get_backend
 from distdec.ops.store_kv import store_kv
 
-IMPLEMENTATIONS = ["reference"]
+IMPLEMENTATIONS = ["reference", "triton"]
 
 
 def check(name: str, device: str, dtype: torch.dtype, heads: int, dim: int, v_dim: int) -> None:

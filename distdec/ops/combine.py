@@ -48,3 +48,35 @@ def combine(
         return split.reshape(rows * q_len, num_kv_heads * group_size, -1)
 
     return Partial(by_token(out), by_token(lse).squeeze(-1))
+
+
+class DecodeWorkspace:
+    """Memory for unmerged partials, allocated once and lent to one call after the other on the same stream.
+
+    Args:
+        num_floats: floats of partial outputs, at least `max_partials * R * Dv`.
+        num_rows: floats of partial LSEs, at least `max_partials * R`.
+    """
+
+    def __init__(self, num_floats: int, num_rows: int, device: torch.device | str) -> None:
+        self.out = torch.empty(num_floats, dtype=torch.float32, device=device)
+        self.lse2 = torch.empty(num_rows, dtype=torch.float32, device=device)
+
+    @classmethod
+    def for_partials(cls, max_partials: int, rows: int, dim: int, device: torch.device | str) -> "DecodeWorkspace":
+        """Allocate room for `max_partials` partials of `rows` rows and `dim` columns."""
+        return cls(max_partials * rows * dim, max_partials * rows, device)
+
+    def take(self, num_partials: int, rows: int, dim: int) -> tuple[Tensor, Tensor]:
+        """Return (out [N, R, Dv], lse2 [N, R]), views of the memory; what they hold is left over from earlier calls.
+
+        Raises:
+            ValueError: the workspace is too small.
+        """
+        if num_partials * rows * dim > self.out.numel() or num_partials * rows > self.lse2.numel():
+            raise ValueError(
+                f"{num_partials} partials of {rows} x {dim} need {num_partials * rows * dim} floats and "
+                f"{num_partials * rows} LSEs; the workspace holds {self.out.numel()} and {self.lse2.numel()}"
+            )
+        out = self.out[: num_partials * rows * dim].view(num_partials, rows, dim)
+        return out, self.lse2[: num_partials * rows].view(num_partials, rows)

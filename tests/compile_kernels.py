@@ -1,0 +1,208 @@
+"""Compile kernels for a GPU that is not there and report what came out, one JSON object a kernel.
+
+Run as a script, with TRITON_INTERPRET unset: under the interpreter there is nothing to compile. Every launcher is
+called with recording kernels in place of the real ones, so that exactly the arguments of a real launch are compiled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from distdec.ops import combine_triton, decode_triton, prefill_triton, schedule_triton, store_kv_triton
+from distdec.ops.tables import KVTables
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+"""Triton's names of pointer types."""
+
+
+class Recorder:
+    """Stands in for a kernel: takes `kernel[grid](*args, **options)` and keeps what was asked for."""
+
+    def __init__(self, kernel, launches):
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((self.kernel, args, options))
+
+
+def record(module, names, call):
+    """Run a launcher with its kernels replaced by recorders; return the launches."""
+    launches = []
+    kernels = {name: getattr(module, name) for name in names}
+    try:
+        for name, kernel in kernels.items():
+            setattr(module, name, Recorder(kernel, launches))
+        call()
+    finally:
+        for name, kernel in kernels.items():
+            setattr(module, name, kernel)
+    return launches
+
+
+def compile_launch(kernel, args, options, arch):
+    """Compile one launch as Triton's own launcher would specialise it."""
+    signature, constants, attributes = {}, {}, {}
+    for index, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
+        else:
+            signature[parameter.name] = "i32"
+            if value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(compiled):
+    """Return registers and spilled bytes of a compiled kernel, by the assembler's own count."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    cubin = Path(f"{sys.argv[1]}/kernel.cubin")
+    cubin.write_bytes(compiled.asm["cubin"])
+    text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+    return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def tables(rows, tiles):
+    """Tables of the right shapes; what they hold does not matter to a compiler."""
+    return KVTables(
+        torch.zeros(tiles, 4, dtype=torch.int32),
+        torch.zeros(rows, 2, dtype=torch.int32),
+        torch.zeros(rows + 1, dtype=torch.int32),
+    )
+
+
+HOPPER = decode_triton.DeviceLimits(132, 227 * 1024, True)
+AMPERE = decode_triton.DeviceLimits(108, 163 * 1024, False)
+
+
+def decode_launches(rows, q_len, heads, kv_heads, dim, dtype=torch.bfloat16, device=HOPPER, **options):
+    """The launches of one decode call as it runs on a device."""
+    q = torch.zeros(rows * q_len, heads, dim, dtype=dtype)
+    pool = torch.zeros(64, kv_heads, dim, dtype=dtype)
+    positions = torch.zeros(rows * q_len, dtype=torch.int32)
+    limits, decode_triton.device_limits = decode_triton.device_limits, lambda _: device
+    try:
+        call = lambda: decode_triton.decode(  # noqa: E731
+            q, pool, pool, tables(rows, 512), positions, q_len, scale=0.1, **options
+        )
+        combines = []
+        decodes = record(
+            decode_triton,
+            ["decode_kernel"],
+            lambda: combines.extend(record(combine_triton, ["combine_kernel"], call)),
+        )
+        return decodes + combines
+    finally:
+        decode_triton.device_limits = limits
+
+
+def prefill_launches(lens, heads, kv_heads, dim, dtype=torch.bfloat16, device=HOPPER, **options):
+    """The launches of one prefill call."""
+    tokens = sum(lens)
+    q = torch.zeros(tokens, heads, dim, dtype=dtype)
+    pool = torch.zeros(64, kv_heads, dim, dtype=dtype)
+    positions = torch.zeros(tokens, dtype=torch.int32)
+    indptr = torch.zeros(len(lens) + 1, dtype=torch.int32)
+    limits, prefill_triton.device_limits = prefill_triton.device_limits, lambda _: device
+    try:
+        return record(
+            prefill_triton,
+            ["prefill_kernel", "combine_splits_kernel"],
+            lambda: prefill_triton.prefill(
+                q, pool, pool, tables(len(lens), 512), positions, indptr, max(lens), scale=0.1, **options
+            ),
+        )
+    finally:
+        prefill_triton.device_limits = limits
+
+
+def small_launches():
+    """The launches of the ops that only move numbers."""
+    k = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
+    slots = torch.zeros(4, dtype=torch.int64)
+    views = torch.zeros(64, 4, dtype=torch.int32)
+    out, lse2, ranges = torch.zeros(8, 4, 128), torch.zeros(8, 4), torch.zeros(16, 2, dtype=torch.int32)
+    return [
+        *record(store_kv_triton, ["store_kv_kernel"], lambda: store_kv_triton.store_kv(k, k, slots, k, k)),
+        *record(
+            schedule_triton,
+            ["derive_tiles_kernel"],
+            lambda: schedule_triton.derive_tiles(views, views[0, :1], 64, views),
+        ),
+        *record(combine_triton, ["combine_kernel"], lambda: combine_triton.combine(out, lse2, ranges, 8, 1, 4)),
+    ]
+
+
+def launches(arch):
+    """Everything that is compiled, by name."""
+    device = HOPPER if arch == 90 else AMPERE
+    configurations = {
+        "decode, group 4": decode_launches(1, 1, 32, 8, 128, device=device),
+        "decode, group 8, 32 rows": decode_launches(32, 1, 64, 8, 128, device=device),
+        "decode, head size 64": decode_launches(8, 1, 9, 3, 64, device=device),
+        "decode, head size 80": decode_launches(8, 1, 32, 32, 80, device=device),
+        "decode, window and softcap": decode_launches(8, 1, 16, 8, 256, device=device, window=4096, softcap=50.0),
+        "decode, 8 tokens": decode_launches(8, 8, 32, 8, 128, device=device),
+        "decode, 16 tokens of 8": decode_launches(8, 16, 64, 8, 128, device=device),
+        "decode, deterministic": decode_launches(8, 1, 32, 8, 128, device=device, split_tiles=16),
+        "decode, float32": decode_launches(8, 1, 32, 8, 128, torch.float32, device=device),
+        "prefill, long": prefill_launches([2048], 32, 8, 128, device=device),
+        "prefill, short": prefill_launches([40, 100], 32, 8, 128, device=device),
+        "prefill, window": prefill_launches([2048, 5], 32, 8, 64, device=device, window=1024),
+        "prefill, head size 256": prefill_launches([2048, 5], 16, 8, 256, device=device, softcap=50.0),
+        "prefill, float32": prefill_launches([256, 40], 32, 8, 128, torch.float32, device=device),
+        "small": small_launches(),
+    }
+    return [(name, *launch) for name, calls in configurations.items() for launch in calls]
+
+
+def main():
+    """Compile all for the architecture of argv[2] and print the reports."""
+    arch = int(sys.argv[2])
+    seen = set()
+    for name, kernel, args, options in launches(arch):
+        shape = [a for a, p in zip(args, kernel.params, strict=True) if p.is_constexpr]
+        key = (kernel.__name__, *map(str, shape), *map(str, options.values()))
+        if key in seen:
+            continue
+        seen.add(key)
+        compiled = compile_launch(kernel, args, options, arch)
+        registers, spilled = resources(compiled)
+        ptx = compiled.asm["ptx"]
+        report = {
+            "case": name,
+            "kernel": kernel.__name__,
+            "registers": registers,
+            "spilled": spilled,
+            "shared": compiled.metadata.shared,
+            "cp_async": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
+            "wait_groups": [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)],
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "mma": ptx.count("mma.sync"),
+            "warps": compiled.metadata.num_warps,
+            "options": {p.name: a for a, p in zip(args, kernel.params, strict=True) if p.is_constexpr},
+        }
+        print(json.dumps(report), flush=True)
+
+
+if __name__ == "__main__":
+    main()

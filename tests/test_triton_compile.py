@@ -1,0 +1,84 @@
+"""Every kernel, compiled for sm_80 and sm_90 without a GPU, and what the compiler made of it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+# bytes of shared memory that one program may have
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What came out, by architecture; both compile at once, in processes without the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent), environment.get("PYTHONPATH", "")])
+    runs = {
+        arch: subprocess.Popen(
+            [sys.executable, str(TESTS / "compile_kernels.py"), str(tmp_path_factory.mktemp(f"sm_{arch}")), str(arch)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for arch in SHARED
+    }
+    found = {}
+    for arch, run in runs.items():
+        out, err = run.communicate(timeout=600)
+        assert run.returncode == 0, err[-4000:]
+        found[arch] = [json.loads(line) for line in out.splitlines()]
+    return found
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_every_kernel_compiles(reports, arch):
+    kernels = {report["kernel"] for report in reports[arch]}
+    sources = [path.read_text() for path in (TESTS.parent / "distdec" / "ops").glob("*_triton.py")]
+    ours = {
+        line.removeprefix("def ").split("(")[0]
+        for source in sources
+        for line in source.splitlines()
+        if line.startswith("def ") and line.split("(")[0].endswith("_kernel")
+    }
+    assert len(ours) >= 6
+    assert {k for k in ours if not k.startswith("one_shot")} <= kernels
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_kernels_fit_shared_memory_and_spill_no_registers(reports, arch):
+    for report in reports[arch]:
+        assert report["shared"] <= SHARED[arch], report
+        # without the matrix unit a word or two goes to the stack; that path is for checking, not for speed
+        assert report["spilled"] <= (16 if "float32" in report["case"] else 0), report
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_loops_over_keys_keep_two_buffers_in_flight(reports, arch):
+    """With the tile's entry looked up inside the loop, keys and values would have one buffer each: 35 of 67 KiB."""
+    loops = [r for r in reports[arch] if r["kernel"] in ("decode_kernel", "prefill_kernel")]
+    assert len(loops) >= 10
+    for report in loops:
+        options = report["options"]
+        element = 4 if "float32" in report["case"] else 2
+        buffers = (options["STAGES"] - 1) * options["BLOCK_N"] * (options["BLOCK_D"] + options["BLOCK_DV"]) * element
+        assert report["shared"] >= buffers, report
+        assert report["cp_async"] > 0, report
+        # the loop waits for all but the newest copies: more than one block is on its way
+        assert report["wait_groups"][0] == 2 * (options["STAGES"] - 2), report
+        assert report["mma"] + report["wgmma"] > 0 or element == 4, report
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_common_decode_shapes_leave_room_for_three_programs_on_hopper_and_two_on_ampere(reports, arch):
+    programs = {90: 3, 80: 2}[arch]
+    for report in reports[arch]:
+        if report["case"] in ("decode, group 4", "decode, group 8, 32 rows", "decode, head size 64"):
+            assert report["shared"] * programs <= SHARED[arch], report
+            # registers are handed out to a warp in eights for each thread
+            assert -(-report["registers"] // 8) * 8 * 32 * report["warps"] * programs <= 65536, report
