@@ -107,7 +107,7 @@ def allocator_chunks(bench: Bench) -> None:
             if not go:
                 continue
             inputs = bench.inputs(shape, Chunking(size, size))
-            variants = [replace(decode_variant(inputs), config={"chunk": size})]
+            variants = [replace(decode_variant(inputs, f"allocator, chunk {size}"), config={"chunk": size})]
             ceiling = bench.meter.call(inputs.pools(), shape.kv_bytes)
             timer = bench.timer(rotations=inputs.copies)
             bench.measure("chunks", shape.config(), variants, ceiling=ceiling, timer=timer, **inputs.describe())

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -236,6 +237,9 @@ def parse(
 def open_mesh(args: argparse.Namespace) -> Mesh:
     """Return the mesh of a torchrun start (all ranks on the kvp axis), or a single rank."""
     os.environ.update(NO_MULTICAST)
+    # torch warns at each backend that refuses a point; the records say so already
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return Mesh.create(device=args.device if args.device == "cpu" else None)
     return Mesh.single(args.device)

@@ -13,18 +13,14 @@ from distdec.ops.backends import OpsBackend, get_backend
 # (tokens of a table's tile, BLOCK_N, warps, stages)
 KERNELS = [
     (64, 64, 4, 3),
-    (64, 64, 4, 2),
     (64, 64, 4, 4),
     (64, 64, 4, 5),
     (64, 64, 2, 3),
     (64, 64, 8, 3),
     (64, 32, 4, 4),
-    (64, 32, 2, 4),
     (128, 128, 4, 3),
     (128, 128, 8, 3),
-    (128, 128, 8, 4),
     (128, 64, 4, 3),
-    (128, 64, 4, 4),
 ]
 SHAPES = [
     Shape((8192,)),

@@ -257,3 +257,30 @@ def test_the_read_ceiling_reads_every_word_once():
     ceiling.num_words -= 128
     with pytest.raises(AssertionError, match="summed to"):
         ceiling.check(ceiling_triton.CONFIGS[0])
+
+
+def grid_record(batch: int, context: int, ratio: float, share: float, date: str = "2026-01-01") -> dict:
+    megabytes = batch * context // 256
+    config = {"batch": batch, "context": context, "num_q_heads": 32, "kv_mb": megabytes}
+    env = {"date": date, "command": "bench_compare.py", "gpu": "some gpu", "commit": "abc", "dirty": False}
+    numbers = {"median_us": 100.0 * ratio, "share_of_ceiling": share, "time_over_baseline": ratio}
+    peer = {"baseline": "sdpa cudnn", "ranks": 1}
+    point = {"script": "bench_compare", "section": "grid", "name": "decode", "status": "ok"}
+    return {**point, "config": config, "env": env, **numbers, **peer}
+
+
+def test_the_report_takes_the_worst_of_the_latest_records(tmp_path):
+    import plot_bench
+
+    old = grid_record(1, 131072, 1.4, 0.5)
+    new = [grid_record(1, 131072, 0.97, 0.96), grid_record(8, 131072, 1.02, 0.99)]
+    files = [tmp_path / "old.jsonl", tmp_path / "new.jsonl"]
+    for path, records in zip(files, ([old], new), strict=True):
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert plot_bench.main([*map(str, files), "--into", str(tmp_path / "report")]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| decode / fastest peer, uniform grid | <= 1 | 1.02 | 2 | NO |" in text
+    assert "| decode, share of ceiling, 512 MB up | >= 0.95 | 0.96 | 2 | yes |" in text
+    assert "| decode, ragged16, share of ceiling | >= 0.9 | - | 0 | not measured |" in text
+    assert "| 32 | 1 | 131072 | 512 | decode | 97.0 | 0.96 | sdpa cudnn | 0.97 |" in text
+    assert "140" not in text, "a record that a later one replaces was quoted"
