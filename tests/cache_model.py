@@ -69,6 +69,7 @@ class CacheModel:
         allowed = self.cache.can_extend([(seq_id, len(tokens))])
         start = len(self.tokens[seq_id])
         before = None if allowed else (self.cache.stats(), self.cache.views(seq_id))
+        held = [self.cache.local_length(seq_id, rank) for rank in range(self.layout.num_ranks)]
         try:
             self.both("extend", seq_id, len(tokens))
         except CacheFull as error:
@@ -82,6 +83,8 @@ class CacheModel:
         fresh = np.array(self.stamps[seq_id][start:], np.int64)
         owners = np.zeros(len(tokens), np.int64)
         for rank, shadow in enumerate(self.shadow):
+            if self.cache.local_length(seq_id, rank) == held[rank]:
+                continue
             slots = self.cache.slots(seq_id, start, start + len(tokens), rank)
             mine = slots >= 0
             shadow[slots[mine]] = fresh[mine]

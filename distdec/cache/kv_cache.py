@@ -153,13 +153,19 @@ class KVCache:
 
         Cached and spare frames count as free.
         """
-        needed, available, _ = self._placer.shortage([(self._get(seq_id), count) for seq_id, count in rows])
+        needed, available = self._placer.demand([(self._get(seq_id), count) for seq_id, count in rows])
         return needed <= available
 
     def raise_full(self, rows: Iterable[tuple[int, int]]) -> NoReturn:
         """Raise CacheFull with the numbers of a step that does not fit."""
         rows = list(rows)
-        needed, available, ranks = self._placer.shortage([(self._get(seq_id), count) for seq_id, count in rows])
+        needed, available = self._placer.demand([(self._get(seq_id), count) for seq_id, count in rows])
+        ledger = self._ledger
+        ranks = ", ".join(
+            f"rank {rank}: {ledger.allocator.free_frames(rank)} free, {ledger.cached_frames[rank]} cached, "
+            f"{ledger.spare_frames[rank]} spare of {total}"
+            for rank, total in enumerate(self.layout.num_frames)
+        )
         raise CacheFull(
             f"{sum(count for _, count in rows)} more tokens for {len(rows)} sequence(s) need {needed} frames of "
             f"{self.layout.min_chunk} tokens, {available} are available ({ranks})",

@@ -24,8 +24,8 @@ class Placer:
         self._home = 0 if hook else layout.home_tokens
         self._weights = layout.rank_weights
 
-    def shortage(self, rows: Iterable[tuple[Sequence, int]]) -> tuple[int, int, str]:
-        """Return frames needed and frames available for all rows together, and a line on each rank.
+    def demand(self, rows: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
+        """Return frames needed and frames available for all rows together.
 
         Exact: the rows fit, in any order, if and only if `needed <= available`. By rule any rank's frame will do; a
         hook asks for frames of certain ranks, so the numbers are then those of the rank that falls short the most.
@@ -36,25 +36,17 @@ class Placer:
         ranks = range(self._layout.num_ranks)
         have = [self._ledger.available(rank) for rank in ranks]
         if self._hook is None:
-            need, total = sum(self._frames(seq, count) for seq, count in counts.items()), sum(have)
-        else:
-            needs = [0 for _ in ranks]
-            for seq, count in counts.items():
-                for rank, run, room in self._runs(seq, count):
-                    needs[rank] += -(-max(0, run - room) // self._layout.min_chunk)
-            need, total = max(zip(needs, have, strict=True), key=lambda pair: pair[0] - pair[1])
-        ledger = self._ledger
-        lines = [
-            f"rank {rank}: {ledger.allocator.free_frames(rank)} free, {ledger.cached_frames[rank]} cached, "
-            f"{ledger.spare_frames[rank]} spare of {self._layout.num_frames[rank]}"
-            for rank in ranks
-        ]
-        return need, total, ", ".join(lines)
+            return sum(self._frames(seq, count) for seq, count in counts.items()), sum(have)
+        needs = [0 for _ in ranks]
+        for seq, count in counts.items():
+            for rank, run, room in self._runs(seq, count):
+                needs[rank] += -(-max(0, run - room) // self._layout.min_chunk)
+        return max(zip(needs, have, strict=True), key=lambda pair: pair[0] - pair[1])
 
     def fits(self, seq: Sequence, count: int) -> bool:
         """Say whether one sequence can be extended; O(1) while it stays in the frame it is in."""
         if self._hook is not None:
-            need, have, _ = self.shortage([(seq, count)])
+            need, have = self.demand([(seq, count)])
             return need <= have
         need = self._frames(seq, count)
         return not need or need <= sum(self._ledger.available(rank) for rank in range(self._layout.num_ranks))
@@ -132,13 +124,12 @@ class Placer:
         loads, tokens, weights = seq.loads, self.tokens, self._weights
         best = -1
         for rank, weight in enumerate(weights):
-            if not available(rank):
-                continue
             if best >= 0:
                 ours, theirs = loads[rank] * weights[best], loads[best] * weight
                 if ours > theirs or (ours == theirs and tokens[rank] * weights[best] >= tokens[best] * weight):
                     continue
-            best = rank
+            if available(rank):
+                best = rank
         require(best >= 0, "a chunk was asked for, and no rank has an available frame")
         return best
 
