@@ -4,8 +4,8 @@
     python3 scripts/bench_ops.py --sections sweep --out out/sweep.jsonl
 
 Sections: grid (uniform batches), ragged, chunks (chunk size, shuffled against one run), splits (tokens a split),
-nosplit (one program per row and KV head against the default), groups, dims, qlen, prefill, gather,
-host, deterministic; not by default: sweep and sweep_prefill (launch parameters).
+nosplit (one program per row and KV head against the default), groups, dims, qlen, prefill, gather, host,
+deterministic, parts (the layer's launches one by one); not by default: sweep and sweep_prefill (launch parameters).
 """
 
 import sys
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from bench_inputs import RAGGED16, Chunking, Inputs, Shape
+from bench_parts import parts
 from bench_prefill import prefill_point, sweep_prefill
 from bench_run import Bench, Variant, open_mesh, parse, run_sections
 from bench_sweep import sweep
@@ -290,6 +291,7 @@ SECTIONS = {
     "gather": gather,
     "host": host,
     "deterministic": deterministic,
+    "parts": parts,
     "sweep": sweep,
     "sweep_prefill": sweep_prefill,
 }

@@ -39,7 +39,7 @@ def check_whole(records: list[dict], sections: set[str]) -> None:
     [
         "grid,groups,dims,qlen",
         "ragged,splits,nosplit,gather,host",
-        "chunks,sweep,deterministic",
+        "chunks,sweep,deterministic,parts",
         "prefill,sweep_prefill",
     ],
 )
