@@ -8,6 +8,7 @@ from torch import Tensor
 from distdec.batch import StepBatch
 from distdec.merge import Merge, Merged, make_merge
 from distdec.mesh import Mesh
+from distdec.one_shot import OneShotMerge
 from distdec.ops.partial import Partial
 from distdec.sharded_cache import ShardedCache
 
@@ -82,8 +83,26 @@ class DistributedAttention:
         self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
         self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
+        out_dtype = self.out_dtype or q.dtype
+        if self._fuses(q, v_pool, batch):
+            part, options = batch.decode, {"scale": scale, "window": window, "softcap": softcap}
+            tables = batch.tables("decode", window)
+            splits = self.cache.backend.decode_splits(
+                q, k_pool, v_pool, tables, batch.q_positions, part.max_q_len, **options
+            )
+            return self.merge.merge_splits(splits, sinks=sinks, out_dtype=out_dtype)
         partial = self._partial(q, k_pool, v_pool, batch, scale, window, softcap)
-        return self.merge(partial, sinks=sinks, out_dtype=self.out_dtype or q.dtype)
+        return self.merge(partial, sinks=sinks, out_dtype=out_dtype)
+
+    def _fuses(self, q: Tensor, v_pool: Tensor, batch: StepBatch) -> bool:
+        """Tell whether the merge joins the splits of this step itself; the same on every rank."""
+        return (
+            isinstance(self.merge, OneShotMerge)
+            and self.cache.backend.decode_splits is not None
+            and batch.decode is not None
+            and batch.prefill is None
+            and self.merge.fits(batch.num_tokens, q.shape[1], v_pool.shape[-1])
+        )
 
     def _partial(
         self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: StepBatch, scale: float, window: int, softcap: float

@@ -13,7 +13,7 @@ from distdec.request import SamplingParams, _check_float, _check_int, _help
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot")
+MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 BACKENDS = ("auto", "reference", "triton")
 MODELS = ("smollm2", "path")
 WORKLOADS = ("prompt", "passkey", "jsonl")

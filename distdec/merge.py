@@ -26,6 +26,7 @@ from distdec.merge_modes import (
     padded_columns,
 )
 from distdec.mesh import Mesh
+from distdec.one_shot import OneShotMerge, why_not
 from distdec.ops.partial import Partial
 
 __all__ = [
@@ -41,8 +42,20 @@ __all__ = [
 ]
 
 
+def _build_one_shot(mode: str, mesh: Mesh, wire: torch.dtype, reason: str) -> Merge:
+    if mesh.kvp_size == 1:
+        return CollectiveMerge(mode, mesh, wire, reason)
+    transport = next(name for name, dtype in TRANSPORTS.items() if dtype == wire)
+    merge = OneShotMerge(mesh, scatter=not MODES[mode].replicated, transport=transport)
+    merge.reason = reason
+    return merge
+
+
 # modes that do not run their program over `torch.distributed` but have a builder of their own
-BUILDERS: dict[str, Callable[[str, Mesh, torch.dtype, str], Merge]] = {}
+BUILDERS: dict[str, Callable[[str, Mesh, torch.dtype, str], Merge]] = {
+    "one_shot": _build_one_shot,
+    "one_shot_scatter": _build_one_shot,
+}
 
 
 def make_merge(
@@ -68,10 +81,11 @@ def make_merge(
 
     Raises:
         ValueError: unknown mode or transport, with the legal ones.
-        RuntimeError: the ranks ask for different merges.
+        RuntimeError: the ranks ask for different merges, or for `one_shot` where it is not possible; the message says
+            why. "auto" chooses among the others then.
 
     Notes:
-        Collective: the whole mesh (host integers over gloo).
+        Collective: the whole mesh (host integers over gloo; `one_shot` maps its slabs too).
     """
     if mode not in (*MODES, "auto"):
         raise ValueError(f"unknown merge mode {mode!r}; legal: {', '.join((*MODES, 'auto'))}")
@@ -83,8 +97,21 @@ def make_merge(
         # rank 0's sizes count: ranks that chose for themselves could end in different collectives
         sizes = [int(replicated), num_tokens, num_heads, head_dim, mesh.kvp_size]
         agreed = mesh.agree(sizes if mesh.is_leader else None)
-        mode, reason = choose_mode(bool(agreed[0]), *agreed[1:], mesh.device.type)
+        return _build_auto(mesh, TRANSPORTS[transport], agreed)
     return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, TRANSPORTS[transport], reason)
+
+
+def _build_auto(mesh: Mesh, wire: torch.dtype, sizes: list[int]) -> Merge:
+    """Build the cheapest mode that works here; both the check and the slabs' set-up fail on all ranks or on none."""
+    why = why_not(mesh)
+    if why is None:
+        mode, reason = choose_mode(bool(sizes[0]), *sizes[1:], mesh.device.type, one_shot=True)
+        try:
+            return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, wire, reason)
+        except RuntimeError as error:
+            why = str(error)
+    mode, reason = choose_mode(bool(sizes[0]), *sizes[1:], mesh.device.type)
+    return CollectiveMerge(mode, mesh, wire, f"{reason}; not one_shot: {why}")
 
 
 def simulate(

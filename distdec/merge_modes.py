@@ -282,6 +282,8 @@ MODES = {
     "all_gather": Mode(True, _all_gather),
     "reduce_scatter": Mode(False, _reduce_scatter),
     "all_to_all": Mode(False, _all_to_all),
+    "one_shot": Mode(True, _all_gather),
+    "one_shot_scatter": Mode(False, _all_to_all),
 }
 
 

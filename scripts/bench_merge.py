@@ -24,6 +24,7 @@ from benchlib import Refused
 
 from distdec import merge as merges
 from distdec.mesh import Mesh
+from distdec.ops.splits import Splits as WorkspaceSplits
 
 # rows and query heads: 4 KB, 16 KB, 64 KB, 256 KB, 1 MB, 4 MB of float32 output a rank
 SIZES = [(1, 8), (1, 32), (4, 32), (16, 32), (64, 32), (256, 32), (1, 64), (8, 64)]
@@ -74,8 +75,8 @@ def our_variant(owned: Merges, splits: Splits, num_ranks: int, mode: str, transp
         fits = getattr(merge, "fits", None)
         if fits is not None and fits(splits.rows, splits.num_q_heads, splits.dim) and splits.out.is_cuda:
             sizes = (splits.rows, splits.num_kv_heads, 1, splits.group)
-            schedule = {"num_spans": splits.num_spans, "split_tiles": 0}
-            return merge.merge_workspace(splits.out, splits.lse2, splits.cum_tiles, *sizes, **schedule)
+            left = WorkspaceSplits(splits.out, splits.lse2, splits.cum_tiles, *sizes, splits.num_spans)
+            return merge.merge_splits(left)
         return merge(splits.combine())
 
     def check(merged) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distdec.ops.partial import Partial
+from distdec.ops.splits import Splits
 from distdec.ops.tables import KVTables
 
 PROBE_SCORES = (-3.0, 0.0, 7.0)
@@ -19,6 +20,7 @@ PROBE_SCORES = (-3.0, 0.0, 7.0)
 class OpsBackend:
     """The five verbs that the attention layer calls; contracts in the modules of their names.
 
+    `decode_splits`, where there is one, is `decode` without the join of its splits, for merges that do it themselves.
     `preferred_tile_tokens` is the tile that the kernels are built for; None means a tile may be as long as a view.
     """
 
@@ -28,6 +30,7 @@ class OpsBackend:
     prefill: Callable[..., Partial]
     derive_tiles: Callable[..., None]
     preferred_tile_tokens: int | None = None
+    decode_splits: Callable[..., Splits] | None = None
 
     def tile_tokens(self, layout: Any) -> int:
         """Return the tile size for a `CacheLayout`: the preferred one, or the longest view's tokens."""
@@ -99,12 +102,12 @@ def _reference() -> OpsBackend:
 
 def _triton() -> OpsBackend:
     # imported here: the reference runs where Triton is not installed
-    from distdec.ops.decode_triton import TILE_TOKENS, decode
+    from distdec.ops.decode_triton import TILE_TOKENS, decode, decode_splits
     from distdec.ops.prefill_triton import prefill
     from distdec.ops.schedule_triton import derive_tiles
     from distdec.ops.store_kv_triton import store_kv
 
-    return OpsBackend("triton", store_kv, decode, prefill, derive_tiles, TILE_TOKENS)
+    return OpsBackend("triton", store_kv, decode, prefill, derive_tiles, TILE_TOKENS, decode_splits)
 
 
 def _probe(backend: OpsBackend, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> None:

@@ -7,7 +7,7 @@ multiprocessors it is stream-K, where ragged rows cost nothing. Every program le
 touches; `combine_kernel` joins them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.combine_triton import LOWEST, launch_combine, used_spans
 from distdec.ops.decode import check_attention, check_decode
 from distdec.ops.partial import Partial
+from distdec.ops.splits import Splits
 from distdec.ops.tables import KVTables
 
 TILE_TOKENS = 64
@@ -279,7 +280,7 @@ def check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
             raise ValueError(f"{name} {list(pool.shape)} must have dense heads, got strides {pool.stride()}")
 
 
-def decode(
+def decode_splits(
     q: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
@@ -295,8 +296,8 @@ def decode(
     split_tiles: int = 0,
     tile_tokens: int = TILE_TOKENS,
     plan: DecodePlan | None = None,
-) -> Partial:
-    """Attend with `q_len` query tokens in every row; see `distdec.ops.decode.decode`.
+) -> Splits:
+    """Attend as `decode` does, but leave the partials in the workspace, for a merge that joins them itself.
 
     Args:
         num_spans: programs that share the tiles; None lets `decode_launch_plan` choose.
@@ -306,7 +307,8 @@ def decode(
         plan: launch parameters in place of the chosen ones.
 
     Notes:
-        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. Two launches.
+        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. One launch.
+        The splits are good until the workspace is used again.
     """
     check_attention(q, k_pool, v_pool)
     check_decode(q, tables, q_positions, q_len)
@@ -369,7 +371,7 @@ def decode(
             plan.num_stages,
             num_warps=plan.num_warps,
         )
-    return launch_combine(
+    return Splits(
         partial_out,
         partial_lse2,
         tables.cum_tiles,
@@ -377,6 +379,27 @@ def decode(
         num_kv_heads,
         q_len,
         group,
-        num_spans=plan.num_spans,
-        split_tiles=split_tiles,
+        plan.num_spans,
+        split_tiles,
     )
+
+
+def decode(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    tables: KVTables,
+    q_positions: Tensor,
+    q_len: int,
+    **options: Any,
+) -> Partial:
+    """Attend with `q_len` query tokens in every row; see `distdec.ops.decode.decode`.
+
+    Args:
+        options: those of `decode_splits`.
+
+    Notes:
+        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. Two launches.
+    """
+    splits = decode_splits(q, k_pool, v_pool, tables, q_positions, q_len, **options)
+    return launch_combine(*splits[:7], num_spans=splits.num_spans, split_tiles=splits.split_tiles)

@@ -1,0 +1,369 @@
+"""One kernel that joins the local splits, pushes the result into the peers' memory, waits for theirs and merges.
+
+What is pushed where. Every rank owns a slab of symmetric memory, mapped by its peers. It is cut into `channels`, one
+per program, so a program shares no byte with another one, whatever the number of rows of a launch:
+
+    slab: [channel][parity 2][source rank][capacity bytes]  then  flags: [channel][source rank] int32
+
+A launch of n items, an item being one query head of one token, runs `min(n, channels)` programs; program c works on
+items c, c + programs, c + 2 programs, ... and keeps the j-th of them in slot j of channel c. A slot is the item's
+output row, then its LSE in base 2. `state` (int32, this rank's own) holds one epoch per channel, and an error word.
+
+Protocol of channel c, use number e (its epoch + 1; parity e % 2), on every rank:
+    1. write own partials of ALL its items into slot [parity][own rank] of every rank's slab, the own one included
+    2. CTA barrier; raise flag [own rank] of every peer's channel c to e: one release at system scope
+    3. wait until the own flags of all sources have reached e: acquire at system scope
+    4. merge the slots [parity][0], [parity][1], ... in rank order; store epoch e
+
+Why two parities need no trailing barrier. A peer overwrites parity e % 2 in its use e + 2 of this channel. That launch
+starts after its use e + 1 has ended, hence after it saw my flag e + 1, which I raise in a launch that starts after my
+use e, with all its reads, has ended. The argument follows one channel alone, so launches of few rows, which leave the
+upper channels and their epochs untouched on every rank alike, do not disturb it; nor do graph replays, since epochs
+live in device memory. It needs what every collective needs: all ranks make the same launches in the same order, on one
+stream at a time.
+
+Why nothing hangs. A program pushes before it waits, and there are never more programs than the device holds at once
+(`MAX_PROGRAMS_PER_SM`), so every push happens whatever the peers do. Waits are bounded: a source that has not come
+after `spin_limit` polls, or that is more than one use ahead, leaves its bit in the error word and in host memory, the
+program's rows are NaN, and later launches neither push nor wait, so that the host sees the error soon. A peer that was
+only late finishes its own use, whose data it has, and then fails by the same rule: nobody computes on torn data.
+
+Why ranks agree to the bit. Payloads are read back from the slab, the own one too, so each rank folds the same rounded
+numbers in the same order with the same instructions.
+
+Source of the arithmetic: with `M = max_r lse2_r`, `w_r = 2^(lse2_r - M)`: `out = sum w_r out_r / sum w_r`,
+`lse2 = M + log2 sum w_r`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from distdec.ops.combine_triton import LN2, combine_block, fold_partials, unit_partials
+from distdec.ops.splits import Splits
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+MAX_PROGRAMS_PER_SM = 4
+"""Programs of `NUM_WARPS` warps that an SM surely holds at once: 4 x 128 threads x `MAX_REGISTERS` = 64K registers."""
+NUM_WARPS = 4
+MAX_REGISTERS = 128
+LSE_BYTES = 16
+"""Room of the LSE behind a slot's output row; 16 keeps the rows aligned."""
+MAX_BLOCK_ELEMENTS = 8192
+"""Most floats of the tile [splits, Dv] that a program joins at once: 64 registers a thread, 118 in all."""
+JOINED = tl.constexpr(-2)
+"""`SPLIT` of the kernel for partials whose splits are joined already."""
+
+
+class Slab(NamedTuple):
+    """Addresses and sizes that a launch needs, the same on every rank but for the tensors and `rank`.
+
+    Shapes:
+        peers: [N + 1] int64, addresses of every rank's slab as mapped here, in rank order, then that of an int32 in
+            host memory that the device can write: it receives the error word
+        state: [channels + 1] int32: epochs, then the error word (bit r: source r did not come; bit 30: out of step)
+    """
+
+    peers: Tensor
+    state: Tensor
+    rank: int
+    num_ranks: int
+    channels: int
+    capacity: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one rank's slab, flags included."""
+        return self.flags_offset + 4 * self.channels * self.num_ranks
+
+    @property
+    def flags_offset(self) -> int:
+        """Where the flags begin, in bytes."""
+        return 2 * self.channels * self.num_ranks * self.capacity
+
+    def max_items(self, dim: int, element_bytes: int) -> int:
+        """Rows (token, head) of `dim` elements that one launch can take.
+
+        Example: 528 channels of 15,872 bytes, 128 floats: slots of 528 bytes, 30 a channel, 15,840 rows.
+        """
+        return self.channels * (self.capacity // slot_bytes(dim, element_bytes))
+
+
+def slot_bytes(dim: int, element_bytes: int) -> int:
+    """Bytes of one slot: the row rounded up to 16 bytes, and its LSE."""
+    return -(-dim * element_bytes // 16) * 16 + LSE_BYTES
+
+
+@triton.jit
+def flag_failure(b_out, lse2):
+    """Return lse2, NaN where the row holds a number that is not finite: that fails it on every rank, in all columns."""
+    bad = tl.max((tl.abs(b_out) < float("inf")).to(tl.int32) ^ 1, 0)
+    return tl.where((bad != 0) | (lse2 == float("inf")), float("nan"), lse2)
+
+
+@triton.jit
+def own_columns(column, o_d, m_d, rank, COLUMNS: tl.constexpr):
+    """Return the mask of those of a row's columns that `rank` gets; the row begins at `column` of Hq * D."""
+    if COLUMNS > 0:
+        m_d &= (column + o_d >= rank * COLUMNS) & (column + o_d < rank * COLUMNS + COLUMNS)
+    return m_d
+
+
+@triton.jit
+def push_row(
+    p_peers, at, b_out, lse2, column, o_d, m_d, rank, N: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Store a row, in the type it travels in, and its lse2 into slot `at` of every rank's slab."""
+    for k in tl.static_range(N):
+        # every rank begins with another peer, so that no link carries all at once
+        peer = (rank + k) % N
+        slot = tl.load(p_peers + peer) + at
+        m_k = own_columns(column, o_d, m_d, peer, COLUMNS)
+        tl.store(slot.to(tl.pointer_type(b_out.dtype)) + o_d, b_out, mask=m_k)
+        tl.store((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), lse2)
+
+
+@triton.jit
+def wait_for_peers(p_flags, epoch, polls, rank, N: tl.constexpr):
+    """Wait until every source's flag has reached `epoch`; return the bits of those that did not in `polls` looks."""
+    lost = tl.full([], 0, tl.int32)
+    for k in tl.static_range(1, N):
+        source = (rank + k) % N
+        p_flag = (p_flags + source * 4).to(tl.pointer_type(tl.int32))
+        # differences, so that the epoch may wrap; the peer may be one use ahead, with all of this one delivered
+        ahead = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys") - epoch
+        while (ahead < 0) & (polls > 0):
+            ahead = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys") - epoch
+            polls -= 1
+        lost |= tl.where(ahead < 0, 1 << source, tl.where(ahead > 1, 1 << 30, 0))
+    return lost
+
+
+@triton.jit
+def merge_row(at, o_d, m_d, N: tl.constexpr, CAPACITY: tl.constexpr, SLOT: tl.constexpr, PAYLOAD: tl.constexpr):
+    """Fold the slots `at`, `at + CAPACITY`, ... of all sources in rank order; return out, lse2, whether one failed."""
+    top = tl.full([], float("-inf"), tl.float32)
+    bad = tl.full([], 0, tl.int1)
+    for k in tl.static_range(N):
+        lse2 = tl.load((at + (k * CAPACITY + SLOT - 16)).to(tl.pointer_type(tl.float32)), volatile=True)
+        bad |= lse2 != lse2
+        top = tl.maximum(top, lse2)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.full([], 0.0, tl.float32)
+    b_acc = tl.zeros_like(o_d).to(tl.float32)
+    for k in tl.static_range(N):
+        slot = at + k * CAPACITY
+        lse2 = tl.load((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), volatile=True)
+        b_out = tl.load(slot.to(tl.pointer_type(PAYLOAD)) + o_d, mask=m_d, other=0.0, volatile=True)
+        weight = tl.exp2(lse2 - base)
+        total += weight
+        b_acc += b_out.to(tl.float32) * weight
+    total = tl.where(top == float("-inf"), 1.0, total)
+    return b_acc / total, top + tl.log2(total), bad
+
+
+@triton.jit
+def add_sink(b_out, lse2, sink):
+    """Add one more term of the softmax, without a value; a row without keys stays one."""
+    seen = lse2 != float("-inf")
+    top = tl.where(seen, tl.maximum(lse2, sink), 0.0)
+    weight = tl.exp2(lse2 - top)
+    total = tl.where(seen, weight + tl.exp2(sink - top), 1.0)
+    return b_out * (weight / total), tl.where(seen, top + tl.log2(total), lse2)
+
+
+# rank and the counts are left unspecialised: every rank must run the very same instructions
+@triton.jit(do_not_specialize=["num_items", "num_rows", "num_spans", "rank", "out_stride", "spin_limit"])
+def one_shot_kernel(
+    p_in,
+    p_in_lse,
+    p_cum,
+    p_out,
+    p_lse,
+    p_sinks,
+    p_peers,
+    p_state,
+    num_items,
+    num_rows,
+    num_spans,
+    rank,
+    out_stride,
+    spin_limit,
+    N: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SLOT: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    Q_LEN: tl.constexpr,
+    HKV: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    SPLIT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PUSH: tl.constexpr,
+    MERGE: tl.constexpr,
+):
+    """Push, wait and merge; protocol in the module's docstring.
+
+    Item i is row `i % R` of unit `i // R`, R = Q_LEN * G, unit = row * HKV + kv head, as `decode` leaves them in its
+    workspace; SPLIT and `num_spans` are the schedule. With SPLIT `JOINED` the input is a `Partial` [T, Hq, D], LSE in
+    natural log, with Q_LEN 1, HKV 1, G = Hq.
+    COLUMNS: width of a rank's share of the Hq * D columns, 0 where every rank gets all.
+    PUSH, MERGE: both in one launch; apart, in two launches, where all ranks are simulated one after the other.
+    """
+    R: tl.constexpr = Q_LEN * G
+    c = tl.program_id(0)
+    programs = tl.num_programs(0)
+    epoch = tl.load(p_state + c) + 1
+    failed = tl.load(p_state + CHANNELS)
+    o_d = tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    # slots of this channel, this parity; [source][slot] follow
+    area = (c.to(tl.int64) * 2 + (epoch & 1)) * (N * CAPACITY)
+    flags = c.to(tl.int64) * (4 * N) + 2 * CHANNELS * N * CAPACITY
+
+    if PUSH:
+        at = area + rank * CAPACITY
+        wide = tl.full([], D, tl.int64)
+        # after a failure nothing is pushed any more: this rank waits for nobody now, so it could overwrite what a late
+        # peer still reads; silent, it makes the peer fail too
+        for item in range(c, tl.where(failed != 0, 0, num_items), programs):
+            unit = item // R
+            r = item % R
+            head = unit % HKV
+            if SPLIT == JOINED:
+                lse2 = tl.load(p_in_lse + item) * LOG2E
+                b_out = tl.load(p_in + wide * item + o_d, mask=m_d, other=0.0).to(tl.float32)
+                b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
+            else:
+                first, count = unit_partials(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
+                b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, D, BLOCK_D, BLOCK_C)
+            lse2 = flag_failure(b_out, lse2)
+            push_row(p_peers, at, b_out.to(PAYLOAD), lse2, (head * G + r % G) * D, o_d, m_d, rank, N, SLOT, COLUMNS)
+            at += SLOT
+        # without it a flag may overtake what other threads of the program have stored
+        tl.debug_barrier()
+        o_n = tl.arange(0, BLOCK_N)
+        m_n = (o_n < N) & (o_n != rank) & (failed == 0)
+        p_flag = (tl.load(p_peers + o_n, mask=m_n, other=0) + flags + rank * 4).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(p_flag, tl.zeros_like(o_n) + epoch, mask=m_n, sem="release", scope="sys")
+
+    if MERGE:
+        mine = tl.load(p_peers + rank)
+        lost = wait_for_peers(mine + flags, epoch, tl.where(failed != 0, 0, spin_limit), rank, N)
+        if lost != 0:
+            tl.atomic_or(p_state + CHANNELS, lost, sem="relaxed", scope="gpu")
+            tl.store(tl.load(p_peers + N).to(tl.pointer_type(tl.int32)), lost)
+        # without it threads read slots before the thread that polls has seen the flags
+        tl.debug_barrier()
+        at = mine + area
+        for item in range(c, num_items, programs):
+            unit = item // R
+            r = item % R
+            head = (unit % HKV) * G + r % G
+            token = (unit // HKV) * Q_LEN + r // G
+            m_k = own_columns(head * D, o_d, m_d, rank, COLUMNS)
+            b_out, lse2, bad = merge_row(at, o_d, m_k, N, CAPACITY, SLOT, PAYLOAD)
+            if HAS_SINKS:
+                b_out, lse2 = add_sink(b_out, lse2, tl.load(p_sinks + head).to(tl.float32) * LOG2E)
+            bad |= lost != 0
+            o_out = out_stride.to(tl.int64) * token + head * D + o_d
+            if COLUMNS > 0:
+                o_out -= rank * COLUMNS
+            tl.store(p_out + o_out, tl.where(bad, float("nan"), b_out).to(p_out.dtype.element_ty), mask=m_k)
+            tl.store(p_lse + token * (HKV * G) + head, tl.where(bad, float("nan"), lse2 * LN2))
+            at += SLOT
+        tl.store(p_state + c, epoch)
+
+
+def one_shot(
+    slab: Slab,
+    splits: Splits,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    payload: torch.dtype,
+    spin_limit: int,
+    columns: int = 0,
+    sinks: Tensor | None = None,
+    push: bool = True,
+    merge: bool = True,
+) -> None:
+    """Launch the kernel: one launch, whatever the sizes.
+
+    Args:
+        slab: where to push, and this rank's state.
+        splits: this rank's partials, joined or not.
+        payload: float32 or bfloat16, as the rows travel; LSEs travel in float32.
+        spin_limit: polls of flags by one program before ranks count as lost.
+        columns: width of every rank's share of the flattened Hq x Dv columns; 0: every rank gets all of them.
+        push, merge: both; apart only where all ranks are simulated in one process.
+
+    Shapes:
+        out: [T, Hq * Dv] or [T, own columns], unit stride along the columns; lse: [T, Hq] float32, natural log
+        sinks: [Hq]
+
+    Raises:
+        ValueError: more rows than the slab takes.
+
+    Notes:
+        In-place: writes out, lse, the slabs. Collective: the ranks of the slab. Graph-safe. Host sync: none.
+    """
+    dim, size = splits.head_dim, payload.itemsize
+    num_items = splits.num_tokens * splits.num_q_heads
+    if num_items > slab.max_items(dim, size):
+        raise ValueError(
+            f"{splits.num_tokens} tokens of {splits.num_q_heads} heads of {dim} do not fit the slab: "
+            f"{num_items} rows, {slab.max_items(dim, size)} at most"
+        )
+    if num_items == 0:
+        return
+    joined = splits.cum_tiles is None
+    block_d = triton.next_power_of_2(dim)
+    num_units = splits.num_rows * splits.num_kv_heads
+    block_c = min(combine_block(num_units, splits.num_spans, splits.split_tiles), max(1, MAX_BLOCK_ELEMENTS // block_d))
+    one_shot_kernel[(min(num_items, slab.channels),)](
+        splits.out,
+        splits.lse,
+        splits.lse if joined else splits.cum_tiles,
+        out,
+        lse,
+        lse if sinks is None else sinks,
+        slab.peers,
+        slab.state,
+        num_items,
+        splits.num_rows,
+        splits.num_spans,
+        slab.rank,
+        out.stride(0),
+        spin_limit,
+        slab.num_ranks,
+        slab.channels,
+        slab.capacity,
+        slot_bytes(dim, size),
+        tl.float32 if payload == torch.float32 else tl.bfloat16,
+        splits.q_len,
+        splits.num_kv_heads,
+        splits.group_size,
+        dim,
+        block_d,
+        triton.next_power_of_2(slab.num_ranks),
+        block_c,
+        JOINED.value if joined else splits.split_tiles,
+        columns,
+        sinks is not None,
+        push,
+        merge,
+        num_warps=NUM_WARPS,
+        maxnreg=MAX_REGISTERS,
+    )

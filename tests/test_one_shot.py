@@ -1,0 +1,388 @@
+"""The one_shot merge without a GPU: its kernel in the interpreter, its protocol between processes, its refusals."""
+
+import math
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+from one_shot_inputs import NEG_INF, Workspace, random_partials, truth
+
+from distdec.merge import column_range, make_merge, padded_columns
+from distdec.mesh import Mesh
+from distdec.one_shot import OneShotMerge, why_not
+from distdec.ops.one_shot_triton import Slab, one_shot
+from distdec.ops.partial import Partial
+from distdec.ops.splits import Splits
+
+
+class Simulation:
+    """The slabs of R ranks in one process; every rank's push is launched before any rank's merge."""
+
+    def __init__(self, num_ranks, *, channels=3, capacity=2048, first_epoch=0, spin_limit=3):
+        self.spin_limit = spin_limit
+        self.alarms = [torch.zeros(1, dtype=torch.int32) for _ in range(num_ranks)]
+        plan = Slab(torch.empty(0), torch.empty(0), 0, num_ranks, channels, capacity)
+        # bytes 0xFF are NaN in every format: whatever is read without having been sent shows
+        self.memory = [torch.full((plan.num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]
+        self.slabs = []
+        for rank, memory in enumerate(self.memory):
+            memory[plan.flags_offset :].view(torch.int32).fill_(first_epoch)
+            state = torch.full((channels + 1,), first_epoch, dtype=torch.int32)
+            state[channels] = 0
+            addresses = [m.data_ptr() for m in self.memory] + [self.alarms[rank].data_ptr()]
+            self.slabs.append(plan._replace(peers=torch.tensor(addresses), state=state, rank=rank))
+
+    def launch(self, rank, inputs, *, scatter=False, payload=torch.float32, sinks=None, push=True, merge=True):
+        """One rank's launch; `inputs` is a `Partial` or a `Workspace`."""
+        size = len(self.slabs)
+        splits = Splits.of(inputs) if isinstance(inputs, Partial) else inputs.splits
+        tokens, heads, dim, size = splits.num_tokens, splits.num_q_heads, splits.head_dim, len(self.slabs)
+        start, stop = column_range(heads * dim, size, rank) if scatter else (0, heads * dim)
+        out = torch.full((tokens, stop - start), math.nan)
+        lse = torch.full((tokens, heads), math.nan)
+        one_shot(
+            self.slabs[rank],
+            splits,
+            out,
+            lse,
+            payload=payload,
+            spin_limit=self.spin_limit,
+            columns=padded_columns(heads * dim, size) if scatter else 0,
+            sinks=sinks,
+            push=push,
+            merge=merge,
+        )
+        return out, lse
+
+    def step(self, inputs, **how):
+        """All ranks' launches, pushes first; returns (out, lse) of every rank."""
+        for rank, mine in enumerate(inputs):
+            self.launch(rank, mine, merge=False, **how)
+        return [self.launch(rank, mine, push=False, **how) for rank, mine in enumerate(inputs)]
+
+
+def check(results, want, *, scatter=False, rtol=1e-5, atol=1e-5):
+    out, lse = want
+    flat = out.flatten(1)
+    for rank, (got_out, got_lse) in enumerate(results):
+        start, stop = column_range(flat.shape[1], len(results), rank) if scatter else (0, flat.shape[1])
+        torch.testing.assert_close(got_out.double(), flat[:, start:stop], rtol=rtol, atol=atol, equal_nan=True)
+        torch.testing.assert_close(got_lse.double(), lse, rtol=1e-5, atol=1e-5, equal_nan=True)
+    if not scatter:
+        for got_out, got_lse in results[1:]:
+            assert torch.equal(got_out.view(torch.int32), results[0][0].view(torch.int32))
+            assert torch.equal(got_lse.view(torch.int32), results[0][1].view(torch.int32))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_partials_merge_to_the_whole_in_rank_order(num_ranks, scatter):
+    # 3 heads of 20: no power of two, columns of ranks cut through heads, more rows than programs
+    sim = Simulation(num_ranks)
+    partials = random_partials(num_ranks, 3, 3, 20)
+    check(sim.step(partials, scatter=scatter), truth(partials), scatter=scatter)
+
+
+@pytest.mark.parametrize("split_tiles", [0, 2])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_splits_of_the_workspace_are_joined_on_the_way(scatter, split_tiles):
+    g = torch.Generator().manual_seed(3)
+    sim = Simulation(2, channels=5)
+    # other rows, other schedules on each rank; rank 1 holds nothing of the first row, rank 0 nothing of the last
+    spaces = [
+        Workspace(tiles, spans, 2, 2, 3, 12, g, split_tiles)
+        for tiles, spans in (([7, 1, 3, 0], 5), ([0, 12, 1, 0], 4 + split_tiles))
+    ]
+    check(sim.step(spaces, scatter=scatter), truth([s.partial for s in spaces]), scatter=scatter)
+
+
+def test_fewer_tiles_than_spans_read_no_leftover_partial():
+    g = torch.Generator().manual_seed(4)
+    spaces = [Workspace([2, 3], spans, 1, 2, 2, 8, g) for spans in (64, 3)]
+    check(Simulation(2).step(spaces), truth([s.partial for s in spaces]))
+
+
+def test_row_counts_and_shapes_may_change_from_call_to_call():
+    sim = Simulation(3, channels=4)
+    for step, (tokens, heads, dim) in enumerate(
+        [(5, 2, 16), (1, 1, 8), (2, 3, 20), (1, 2, 16), (5, 2, 16), (3, 1, 40)]
+    ):
+        partials = random_partials(3, tokens, heads, dim, seed=step)
+        scatter = step % 2 == 1
+        check(sim.step(partials, scatter=scatter), truth(partials), scatter=scatter)
+    # the first channel served every call, the last one only those of four rows or more
+    assert [slab.state.tolist() for slab in sim.slabs] == [[6, 5, 4, 3, 0]] * 3
+
+
+@pytest.mark.parametrize("first_epoch", [2**16 - 2, 2**31 - 2, -2])
+def test_epochs_pass_any_boundary(first_epoch):
+    sim = Simulation(2, first_epoch=first_epoch)
+    for step in range(4):
+        partials = random_partials(2, 2, 2, 8, seed=step)
+        check(sim.step(partials), truth(partials))
+
+
+def test_a_peer_may_be_one_use_ahead():
+    sim = Simulation(2)
+    calls = [random_partials(2, 2, 2, 8, seed=step) for step in range(4)]
+    # rank 1 has merged call n and pushed call n + 1 before rank 0 looks at call n
+    sim.launch(0, calls[0][0], merge=False)
+    sim.launch(1, calls[0][1], merge=False)
+    for step in range(3):
+        second = sim.launch(1, calls[step][1], push=False)
+        sim.launch(1, calls[step + 1][1], merge=False)
+        first = sim.launch(0, calls[step][0], push=False)
+        sim.launch(0, calls[step + 1][0], merge=False)
+        check([first, second], truth(calls[step]))
+
+
+def test_a_peer_two_uses_ahead_is_an_error_not_an_answer():
+    sim = Simulation(2)
+    partials = random_partials(2, 2, 2, 8)
+    sim.launch(0, partials[0], merge=False)
+    for _ in range(3):
+        sim.launch(1, partials[1], merge=False)
+        sim.slabs[1].state[:3] += 1
+    out, lse = sim.launch(0, partials[0], push=False)
+    assert out.isnan().all() and lse.isnan().all()
+    assert sim.alarms[0].item() == sim.slabs[0].state[-1].item() == 1 << 30
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_a_number_that_is_not_finite_fails_its_row_on_every_rank_and_no_other(scatter):
+    clean = random_partials(3, 4, 2, 20)
+    for field, value in (("out", math.nan), ("out", math.inf), ("lse", math.nan), ("lse", math.inf)):
+        partials = [Partial(p.out.clone(), p.lse.clone()) for p in clean]
+        # the last column of the head: in the scattered form another rank's than the first
+        getattr(partials[1], field)[(2, 1, -1)[: getattr(partials[1], field).dim()]] = value
+        out, lse = truth(clean)
+        out[2, 1], lse[2, 1] = math.nan, math.nan
+        check(Simulation(3).step(partials, scatter=scatter), (out, lse), scatter=scatter)
+
+
+def test_a_split_that_is_not_finite_fails_its_row():
+    g = torch.Generator().manual_seed(5)
+    spaces = [Workspace([3, 2], 4, 1, 2, 2, 8, g) for _ in range(2)]
+    spaces[1].out[spaces[1]._numbers(1, 1, 2, 4, 2, 0)[0], 0, 3] = math.nan
+    out, lse = truth([s.partial for s in spaces])
+    out[1, 2], lse[1, 2] = math.nan, math.nan
+    check(Simulation(2).step(spaces), (out, lse))
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_sinks_count_once_and_leave_rows_without_keys_alone(scatter):
+    sinks = torch.tensor([0.5, 9.0, NEG_INF])
+    partials = random_partials(3, 4, 3, 20)
+    check(Simulation(3).step(partials, scatter=scatter, sinks=sinks), truth(partials, sinks), scatter=scatter)
+
+
+def test_bfloat16_payload_costs_one_rounding_the_same_on_every_rank():
+    partials = random_partials(2, 3, 2, 20)
+    # one part in 2^7, not 2^8: the interpreter cuts where a GPU rounds to nearest
+    largest = max(p.out.nan_to_num().abs().max().item() for p in partials)
+    check(Simulation(2).step(partials, payload=torch.bfloat16), truth(partials), rtol=0.0, atol=largest / 2**7)
+
+
+def test_a_lost_rank_ends_in_an_error_word_on_every_other_rank():
+    sim = Simulation(3)
+    partials = random_partials(3, 2, 2, 8)
+    check(sim.step(partials), truth(partials))
+    for rank in (0, 1):
+        sim.launch(rank, partials[rank], merge=False)
+    for rank in (0, 1):
+        out, lse = sim.launch(rank, partials[rank], push=False)
+        assert out.isnan().all() and lse.isnan().all()
+        assert sim.alarms[rank].item() == sim.slabs[rank].state[-1].item() == 1 << 2
+    # the late rank finds all it needs for the use it missed, then fails with the others: nobody pushes any more
+    sim.launch(2, partials[2], merge=False)
+    late = sim.launch(2, partials[2], push=False)
+    check([late, late, late], truth(partials))
+    before = sim.memory[2].clone()
+    for rank in (0, 1):
+        sim.launch(rank, partials[rank], merge=False)
+    assert torch.equal(sim.memory[2], before)
+    out, _ = sim.launch(2, partials[2])
+    assert out.isnan().all() and sim.alarms[2].item() == 0b011
+
+
+def test_a_launch_larger_than_the_slab_is_refused_and_an_empty_one_touches_nothing():
+    sim = Simulation(2, channels=3, capacity=256)
+    assert sim.slabs[0].max_items(20, 4) == 3 * 2
+    with pytest.raises(ValueError, match="7 rows, 6 at most"):
+        sim.launch(0, random_partials(2, 7, 1, 20)[0])
+    out, lse = sim.launch(0, Partial(torch.zeros(0, 4, 20), torch.zeros(0, 4)))
+    assert out.shape == (0, 80) and lse.shape == (0, 4)
+    assert sim.slabs[0].state.tolist() == [0] * 4
+
+
+def shared_slabs(path):
+    """Slabs of all ranks in one file of shared memory, instead of symmetric memory."""
+
+    def map_slabs(mesh, num_bytes):
+        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        slabs = []
+        for rank in range(mesh.kvp_size):
+            descriptor = os.open(f"{path}.{mesh.tp_rank}.{rank}", os.O_RDWR | os.O_CREAT)
+            os.ftruncate(descriptor, length)
+            slabs.append(torch.frombuffer(mmap.mmap(descriptor, length), dtype=torch.uint8)[:num_bytes])
+            os.close(descriptor)
+        return slabs
+
+    return map_slabs
+
+
+def merge_between_processes(path, kvp, scatter, seeds):
+    with Mesh.create(kvp=kvp, tp=torch.distributed.get_world_size() // kvp) as mesh:
+        merge = OneShotMerge(mesh, scatter=scatter, capacity_bytes=4096, map_slabs=shared_slabs(path), timeout_s=5.0)
+        results = []
+        for seed in seeds:
+            # the last call is larger than the slab and takes the collective
+            tokens = 40 if seed == seeds[-1] else 2 + seed % 2
+            mine = random_partials(kvp, tokens, 3, 12, seed=seed + 100 * mesh.tp_rank)[mesh.kvp_rank]
+            assert merge.fits(tokens, 3, 12) == (tokens < 40)
+            results.append(merge(mine))
+        merge.check()
+        assert merge.calls == len(seeds)
+        merge.close()
+        merge.close()
+        return mesh.tp_rank, results
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("num_ranks", "kvp", "scatter"), [(2, 2, False), (3, 3, True), (4, 2, False)])
+def test_ranks_in_processes_merge_through_shared_memory(ranks, num_ranks, kvp, scatter):
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = ranks(num_ranks).run(
+            merge_between_processes, os.path.join(directory, "slab"), kvp, scatter, [0, 1, 2, 3]
+        )
+    for tp_rank in range(num_ranks // kvp):
+        members = [results for rank, results in outcomes if rank == tp_rank]
+        for seed in range(4):
+            tokens = 40 if seed == 3 else 2 + seed % 2
+            partials = random_partials(kvp, tokens, 3, 12, seed=seed + 100 * tp_rank)
+            got = [(results[seed].out, results[seed].lse) for results in members]
+            check(got, truth(partials), scatter=scatter)
+
+
+def lose_a_rank(path):
+    with Mesh.create() as mesh:
+        merge = OneShotMerge(mesh, capacity_bytes=4096, map_slabs=shared_slabs(path), timeout_s=1e-5)
+        mine = random_partials(2, 2, 3, 12)[mesh.kvp_rank]
+        if mesh.kvp_rank == 1:
+            merge.close()
+            return None
+        merged = merge(mine)
+        with pytest.raises(RuntimeError) as error:
+            merge(mine)
+        merge.close()
+        return merged.out.isnan().all().item(), str(error.value)
+
+
+@pytest.mark.dist
+def test_the_merge_object_tells_which_rank_was_lost(ranks):
+    with tempfile.TemporaryDirectory() as directory:
+        (failed, told), _ = ranks(2).run(lose_a_rank, os.path.join(directory, "slab"))
+    assert failed
+    assert "kvp ranks [1] did not come in time" in told
+
+
+def refusals():
+    with Mesh.create() as mesh:
+        told = why_not(mesh)
+        for build in (lambda: make_merge("one_shot", mesh), lambda: OneShotMerge(mesh, scatter=True)):
+            with pytest.raises(RuntimeError, match=f"not possible here: .*{told[:14]}"):
+                build()
+        with pytest.raises(ValueError, match=r"float8.*float32, bfloat16"):
+            OneShotMerge(mesh, transport="float8")
+        return told
+
+
+@pytest.mark.dist
+def test_a_mesh_without_gpus_is_refused_with_the_reason_on_every_rank(ranks):
+    assert ranks(2).run(refusals) == ["no CUDA device (rank 0)"] * 2
+
+
+def refuse_on_faked_devices(facts, linked):
+    """`why_not` as if this rank's host and GPU were those named in `facts`."""
+    import distdec.one_shot as module
+
+    with Mesh.create() as mesh:
+        rank = mesh.rank
+        saved = {name: getattr(module, name) for name in ("_local_reason", "_host", "_gpu", "_can_push")}
+        try:
+            module._local_reason = lambda mesh: None
+            module._host = lambda: facts[rank][0]
+            module._gpu = lambda index: facts[rank][1]
+            module._can_push = lambda index, gpus: linked[rank]
+            return why_not(mesh)
+        finally:
+            for name, function in saved.items():
+                setattr(module, name, function)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("facts", "linked", "want"),
+    [
+        ([(7, 1), (8, 1)], (True, True), "a kvp group lies on several hosts (ranks 0 to 1)"),
+        ([(7, 1), (7, 1)], (True, True), "two ranks of a kvp group share one GPU (ranks 0 to 1)"),
+        (
+            [(7, 1), (7, 2)],
+            (True, False),
+            "no peer access with atomics between the GPUs of a kvp group (ranks [1])",
+        ),
+        ([(7, 1), (7, 2)], (True, True), None),
+    ],
+)
+def test_all_ranks_refuse_what_the_link_cannot_do(ranks, facts, linked, want):
+    assert ranks(2).run(refuse_on_faked_devices, facts, linked) == [want] * 2
+
+
+def test_one_rank_has_nothing_to_merge():
+    assert "nothing to merge" in why_not(Mesh.single())
+
+
+COMPILE = """
+import sys
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from distdec.ops import one_shot_triton as module
+
+kernel, names = module.one_shot_kernel, module.one_shot_kernel.arg_names
+types = {name: "i32" for name in names} | {name: "*fp32" for name in names if name.startswith("p_")}
+types |= {"p_out": "*bf16", "p_cum": "*i32", "p_peers": "*i64", "p_state": "*i32"}
+common = dict(CHANNELS=528, CAPACITY=15872, HKV=8, G=4, Q_LEN=1, D=128, BLOCK_D=128, BLOCK_C=32, SPLIT=0, COLUMNS=0)
+common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SLOT=528, HAS_SINKS=False, PUSH=True, MERGE=True)
+wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True, SPLIT=16)
+for change in ({}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)):
+    constants = common | change
+    signature = types | {name: "constexpr" for name in constants}
+    divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.startswith("p_")}
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, divisible)
+    options = {"num_warps": module.NUM_WARPS, "maxnreg": module.MAX_REGISTERS}
+    ptx = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[1]), 32), options=options).asm["ptx"]
+    release = ptx.index("atom.global.sys.release.exch")
+    first_poll = ptx.index("ld.global.sys.acquire")
+    # between the last store to a slab and the flag, and between the last poll and the first read, all threads meet
+    assert "bar.sync" in ptx[ptx.rindex("st.global", 0, release) : release], "no barrier before the flag"
+    assert first_poll > release, "waits before it pushes"
+    read = ptx.index("ld.volatile")
+    assert "bar.sync" in ptx[ptx.rindex("ld.global.sys.acquire") : read], "no barrier after the wait"
+    assert "multimem" not in ptx
+    assert ".local" not in ptx, "registers spill"
+"""
+
+
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_the_kernel_compiles_and_its_barriers_stand_where_they_must(capability):
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, capability], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
