@@ -176,7 +176,7 @@ def graphs(bench: Bench) -> None:
                 except RuntimeError as error:
                     bench.recorder.write("graphs", mode, {"mode": mode}, "unavailable", reason=str(error))
                     continue
-                replay_steps(bench, merge, mode, num_steps=20 if bench.smoke else 300)
+                replay_steps(bench, merge, mode, num_steps=8 if bench.smoke else 300)
     owned.close()
 
 

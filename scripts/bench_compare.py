@@ -19,7 +19,7 @@ from bench_peers import (
     SDPA,
     flashinfer_peers,
     flex_peers,
-    padded,
+    flex_ragged_peers,
     sdpa_kernel,
     sdpa_peers,
     sdpa_row_peers,
@@ -103,7 +103,7 @@ def ragged(bench: Bench) -> None:
             variants = [*ours(inputs, q), *sdpa_row_peers(inputs, q, sdpa_names(bench)[:2])]
             variants += flashinfer_peers(inputs, q) if "flashinfer" in bench.args.peers else []
             if bench.device.type == "cuda" and num_heads == 32:
-                variants += flex_peers(inputs, q, padded(inputs), tuned=True)
+                variants += flex_ragged_peers(inputs, q, tuned=True)
             config = {**shape.config(), "num_q_heads": num_heads}
             timer = bench.timer(rotations=inputs.copies)
             bench.measure("ragged", config, variants, ceiling=ceiling, timer=timer, **inputs.describe())

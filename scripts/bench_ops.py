@@ -4,7 +4,8 @@
     python3 scripts/bench_ops.py --sections sweep --out out/sweep.jsonl
 
 Sections: grid (uniform batches), ragged, chunks (chunk size, shuffled against one run), splits (tokens a split),
-nosplit (one program per row and KV head against the default), groups, dims, qlen, prefill, gather, host, sweep.
+nosplit (one program per row and KV head against the default), groups, dims, qlen, prefill, gather, host,
+deterministic, parts (the layer's launches one by one); not by default: sweep and sweep_prefill (launch parameters).
 """
 
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from bench_inputs import RAGGED16, Chunking, Inputs, Shape
+from bench_parts import parts
+from bench_prefill import prefill_point, sweep_prefill
 from bench_run import Bench, Variant, open_mesh, parse, run_sections
 from bench_sweep import sweep
 from bench_synthetic import SyntheticInputs
@@ -148,6 +151,24 @@ def nosplit(bench: Bench) -> None:
             bench.measure("nosplit", shape.config(), variants, ceiling=ceiling, timer=timer, **inputs.describe())
 
 
+def deterministic(bench: Bench) -> None:
+    """What it costs that a row's bits do not depend on its batch mates: cuts at fixed multiples of tiles."""
+    points = [(2, 256)] if bench.smoke else [(1, 8 * KIB), (1, 128 * KIB), (8, 32 * KIB), (32, 8 * KIB)]
+    for batch, context in points:
+        shape = Shape((context,) * batch)
+        with bench.point("deterministic", shape.config()) as go:
+            if not go:
+                continue
+            inputs = bench.inputs(shape)
+            variants = [decode_variant(inputs, "free")]
+            for tiles in (8, 16, 32, 64):
+                variant = decode_variant(inputs, f"split_tiles {tiles}", split_tiles=tiles)
+                variants.append(replace(variant, config={"split_tiles": tiles}, baseline="free"))
+            ceiling = bench.meter.call(inputs.pools(), shape.kv_bytes)
+            timer = bench.timer(rotations=inputs.copies)
+            bench.measure("deterministic", shape.config(), variants, ceiling=ceiling, timer=timer, **inputs.describe())
+
+
 def groups(bench: Bench) -> None:
     """Query heads per KV head, common and odd, at 512 MB of keys and values."""
     for group in (1, 3) if bench.smoke else (1, 2, 3, 5, 6, 7, 8, 16, 71):
@@ -187,8 +208,6 @@ def qlen(bench: Bench) -> None:
 
 def prefill(bench: Bench) -> None:
     """A slice of a prompt against the cached part alone (no mask bites) and against the whole, beside SDPA."""
-    from bench_prefill import prefill_point
-
     cases = [(8, 100)] if bench.smoke else [(2048, 128 * KIB), (512, 128 * KIB), (2048, 32 * KIB)]
     for slice_len, cached in cases:
         prefill_point(bench, slice_len, cached)
@@ -271,7 +290,10 @@ SECTIONS = {
     "prefill": prefill,
     "gather": gather,
     "host": host,
+    "deterministic": deterministic,
+    "parts": parts,
     "sweep": sweep,
+    "sweep_prefill": sweep_prefill,
 }
 
 

@@ -1,5 +1,6 @@
 """Other people's decode attention on the same keys and values: PyTorch's SDPA backends, FlexAttention, FlashInfer."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -83,45 +84,63 @@ def sdpa_row_peers(inputs: Inputs, q: Tensor, names: list[str]) -> list[Variant]
 
 
 def flex_peers(inputs: Inputs, q: Tensor, stacked: list[tuple[Tensor, Tensor]], *, tuned: bool) -> list[Variant]:
-    """Return FlexAttention with a BlockMask of 128 tokens: its defaults, and options found by trying.
-
-    Rows of different length are padded to the longest; the mask leaves the padding's blocks out.
-    """
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    lengths = torch.tensor(inputs.shape.lengths, device=q.device)
-    longest = max(inputs.shape.lengths)
+    """Return FlexAttention with a BlockMask of 128 tokens: its defaults, and options found by trying."""
+    length = inputs.shape.lengths[0]
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j < lengths[b]
+        return j < length
 
-    query = q[:, :, None]
-    mask = create_block_mask(visible, len(lengths), None, 1, longest, device=str(q.device), BLOCK_SIZE=128)
+    return _flex(inputs, q, q[:, :, None], stacked, visible, tuned)
+
+
+def _flex(
+    inputs: Inputs,
+    q: Tensor,
+    query: Tensor,
+    copies: list[tuple[Tensor, Tensor]],
+    visible: Callable[..., Tensor],
+    tuned: bool,
+) -> list[Variant]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    # a configuration that does not compile is in the records; the compiler would print its whole source
+    logging.getLogger("torch._inductor").setLevel(logging.CRITICAL)
+    keys = copies[0][0]
+    sizes = (len(query), None, query.shape[2], keys.shape[2])
+    mask = create_block_mask(visible, *sizes, device=str(q.device), BLOCK_SIZE=128)
     torch._dynamo.reset()
     variants = []
     for options in [None, *(FLEX_TUNED if tuned else [])]:
         compiled = torch.compile(flex_attention, dynamic=False)
 
         def call(copy: int, options: Any = options, compiled: Any = compiled) -> Tensor:
-            k, v = stacked[copy]
+            k, v = copies[copy]
             return compiled(query, k, v, block_mask=mask, enable_gqa=True, kernel_options=options)
 
+        def check(out: Tensor) -> dict[str, Any]:
+            return compare(out.transpose(1, 2).reshape(q.shape), inputs.reference(q)[0], q.dtype)
+
         name = "flex" if options is None else f"flex tuned BLOCK_N={options['BLOCK_N']}"
-        num_bytes, fields = inputs.shape.kv_bytes, {"options": options or "default"}
-        variants.append(
-            Variant(name, call, checker(inputs, q), "flex_attention", num_bytes=num_bytes, peer=True, fields=fields)
-        )
+        fields = {"options": options or "default"}
+        num_bytes = inputs.shape.kv_bytes
+        variants.append(Variant(name, call, check, "flex_attention", num_bytes=num_bytes, peer=True, fields=fields))
     return variants
 
 
-def padded(inputs: Inputs) -> list[tuple[Tensor, Tensor]]:
-    """Return the rows of copy 0 padded with zeros to the longest: [B, Hkv, longest, D]."""
-    longest = max(inputs.shape.lengths)
-    k, v = (torch.zeros(len(inputs.rows), x.shape[0], longest, x.shape[2]).to(x) for x in inputs.rows[0])
-    for i, row in enumerate(inputs.rows):
-        for target, source in zip((k, v), row, strict=True):
-            target[i, :, : source.shape[1]] = source
-    return [(k, v)] * inputs.copies
+def flex_ragged_peers(inputs: Inputs, q: Tensor, *, tuned: bool) -> list[Variant]:
+    """Return FlexAttention over rows of different length, laid end to end without padding.
+
+    The rows' queries are the query tokens of one sequence, and the mask keeps each to its own row's keys. (Padded to
+    the longest row, the keys pass 2^31 elements, where the decoding kernel of torch 2.11 does not compile.)
+    """
+    ends = torch.tensor(inputs.shape.lengths, device=q.device).cumsum(0).to(torch.int32)
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])
+    copies = [tuple(torch.cat(rows, 1)[None] for rows in zip(*copy, strict=True)) for copy in inputs.row_copies()]
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j >= begins[i]) & (j < ends[i])
+
+    return _flex(inputs, q, q.transpose(0, 1)[None].contiguous(), copies, visible, tuned)
 
 
 def flashinfer_peers(inputs: Inputs, q: Tensor) -> list[Variant]:

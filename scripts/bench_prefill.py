@@ -1,5 +1,6 @@
 """A slice of a prompt against a long cached past: our prefill op beside the SDPA backends."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,56 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from distdec.ops.backends import get_backend
+
 NUM_Q_HEADS = 32
+
+
+# (tokens of a table's tile, BLOCK_M, BLOCK_N, warps, stages)
+KERNELS = [
+    (64, 128, 64, 8, 3),
+    (64, 128, 64, 8, 2),
+    (64, 128, 64, 8, 4),
+    (64, 128, 64, 4, 3),
+    (64, 64, 64, 4, 3),
+    (64, 64, 64, 4, 4),
+    (64, 128, 32, 8, 4),
+    (64, 256, 64, 8, 2),
+    (128, 128, 128, 8, 2),
+    (128, 128, 128, 8, 3),
+    (128, 64, 128, 4, 2),
+    (128, 64, 128, 4, 3),
+    (128, 128, 64, 8, 3),
+]
+
+
+def sweep_prefill(bench: Bench) -> None:
+    """Time prefill's kernels over a long cached part, beside the SDPA backends."""
+    slice_len, cached = (8, 100) if bench.smoke else (2048, 64 * 1024)
+    shape = Shape((cached,), NUM_Q_HEADS)
+    config = {**shape.config(), "q_len": slice_len, "part": "cached"}
+    with bench.point("sweep_prefill", config) as go:
+        if not go:
+            return
+        own = get_backend(bench.backend, bench.device)
+        kernels = KERNELS[:1] if bench.smoke else KERNELS
+        tiles = sorted({kernel[0] for kernel in kernels})
+        made = {n: bench.inputs(shape, copies=1, backend=replace(own, preferred_tile_tokens=n)) for n in tiles}
+        first = made.get(own.preferred_tile_tokens) or bench.inputs(shape, copies=1)
+        q = torch.randn(slice_len, NUM_Q_HEADS, shape.head_dim, device=bench.device).to(first.q.dtype)
+        positions = torch.arange(cached, cached + slice_len, dtype=torch.int32, device=bench.device)
+        variants = [ours(first, q, positions, "cached", "default"), *peers(bench, first, q, "cached")]
+        if own.name == "triton":
+            from distdec.ops.prefill_triton import PrefillPlan
+
+            for kernel in kernels:
+                tile, block_m, block_n, warps, stages = kernel
+                options = {"plan": PrefillPlan(block_m, block_n, 1, warps, stages), "tile_tokens": tile}
+                name = "/".join(map(str, kernel))
+                variants.append(ours(made[tile], q, positions, "cached", name, **options))
+        for variant in variants:
+            variant.flops = 4.0 * NUM_Q_HEADS * shape.head_dim * slice_len * cached
+        bench.measure("sweep_prefill", config, variants, timer=bench.timer(rounds=5, max_calls=4))
 
 
 def prefill_point(bench: Bench, slice_len: int, cached: int) -> None:
@@ -43,20 +93,20 @@ def truth(inputs: Inputs, q: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def ours(inputs: Inputs, q: Tensor, positions: Tensor, part: str) -> Variant:
-    """Return our prefill op."""
+def ours(inputs: Inputs, q: Tensor, positions: Tensor, part: str, name: str = "prefill", **options: Any) -> Variant:
+    """Return our prefill op; `options` go to it."""
     tables = inputs.batch.tables("prefill" if part == "whole" else "decode", 0)
     indptr = torch.tensor([0, len(q)], dtype=torch.int32, device=q.device)
     pool, ops, scale = inputs.pools()[0], inputs.ops, q.shape[-1] ** -0.5
 
     def call(copy: int):
-        return ops.prefill(q, *pool, tables, positions, indptr, len(q), scale=scale)
+        return ops.prefill(q, *pool, tables, positions, indptr, len(q), scale=scale, **options)
 
     def check(partial) -> dict[str, Any]:
         out, lse = truth(inputs, q, positions)
         return compare(partial.out, out, q.dtype, partial.lse, lse)
 
-    return Variant("prefill", call, check, ops.name, baseline=BEST_PEER)
+    return Variant(name, call, check, ops.name, baseline=BEST_PEER)
 
 
 def peers(bench: Bench, inputs: Inputs, q: Tensor, part: str) -> list[Variant]:

@@ -4,7 +4,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
@@ -190,26 +190,29 @@ class Bench:
 
 @contextmanager
 def watch_plans() -> Iterator[list[dict[str, Any]]]:
-    """Collect the launch plans that decode's cost rule hands out meanwhile."""
+    """Collect the launch plans that the cost rules of decode and prefill hand out meanwhile."""
     plans: list[dict[str, Any]] = []
-    try:
-        from distdec.ops import decode_triton
-    except ImportError:
+    with ExitStack() as undo:
+        try:
+            from distdec.ops import decode_triton, prefill_triton
+        except ImportError:
+            yield plans
+            return
+        for module, name in ((decode_triton, "decode_launch_plan"), (prefill_triton, "prefill_launch_plan")):
+            rule = getattr(module, name)
+            setattr(module, name, _noting(rule, plans))
+            undo.callback(setattr, module, name, rule)
         yield plans
-        return
-    rule = decode_triton.decode_launch_plan
 
+
+def _noting(rule: Callable[..., Any], plans: list[dict[str, Any]]) -> Callable[..., Any]:
     @wraps(rule)
     def noted(*args: Any, **kwargs: Any) -> Any:
         plan = rule(*args, **kwargs)
         plans.append(plan._asdict())
         return plan
 
-    decode_triton.decode_launch_plan = noted
-    try:
-        yield plans
-    finally:
-        decode_triton.decode_launch_plan = rule
+    return noted
 
 
 def parse(
@@ -218,7 +221,8 @@ def parse(
     """Read the arguments that all scripts share, and those that `more` add."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSONL file to append to; without it results are only printed")
-    parser.add_argument("--sections", default=",".join(sections), help=f"of {','.join(sections)}")
+    usual = ",".join(name for name in sections if not name.startswith("sweep"))
+    parser.add_argument("--sections", default=usual, help=f"of {','.join(sections)}")
     parser.add_argument("--seconds", type=float, default=400.0, help="time budget; what is left is recorded as skipped")
     parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -55,7 +55,8 @@ def sweep_shape(bench: Bench, shape: Shape, kernels: list[tuple[int, int, int, i
     own = get_backend(bench.backend, bench.device)
     tiles = sorted({kernel[0] for kernel in kernels})
     made = {tile: bench.inputs(shape, backend=replace(own, preferred_tile_tokens=tile)) for tile in tiles}
-    first = made[tiles[0]]
+    # the cost rule's own launch needs tables cut at its own tile
+    first = made.get(own.preferred_tile_tokens) or bench.inputs(shape)
     num_sms = 132
     if bench.device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(bench.device).multi_processor_count

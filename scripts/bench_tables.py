@@ -110,6 +110,8 @@ SECTIONS = [
     Section("Head size, us", "bench_ops", "dims", ["head_dim", "context"]),
     Section("Query tokens a row, us", "bench_ops", "qlen", ["num_q_heads", "context"]),
     Section("Prefill slice, TFLOP/s", "bench_ops", "prefill", ["q_len", "context", "part"], "tflops"),
+    Section("Deterministic schedule, us", "bench_ops", "deterministic", ["batch", "context"]),
+    Section("The layer's launches one by one, us", "bench_ops", "parts", ["batch", "context"]),
     Section("Copying pages first, us", "bench_ops", "gather", ["batch", "context"]),
     Section("Host, us an eager call of the ops", "bench_ops", "host", ["batch", "context"]),
     Section("Merges in a graph, us", "bench_merge", "graph", ["payload_kb", "rows", "num_q_heads", "splits"]),

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -176,19 +176,23 @@ class Recorder:
             self._file.close()
 
 
+USUAL = {("num_kv_heads", 8), ("head_dim", 128), ("q_len", 1), ("dtype", "bfloat16"), ("transport", "float32")}
+
+
 def short_form(record: dict[str, Any]) -> str:
-    """One line for the eye; the JSONL holds everything."""
-    what = " ".join(f"{key}={value}" for key, value in record["config"].items() if not isinstance(value, list | dict))
+    """One line for the eye, without what is usual; the JSONL holds everything."""
+    config = {key: value for key, value in record["config"].items() if not isinstance(value, list | dict)}
+    what = " ".join(f"{key}={value}" for key, value in config.items() if (key, value) not in USUAL)
+    start = f"{record['section']:<9} {record['name']:<22} {what}:"
     if record["status"] == "derived":
-        return f"{record['section']:<9} {record['name']:<22} {what}: {record['value']}"
+        return f"{start} {record['value']}"
     if record["status"] != "ok":
-        return f"{record['section']:<9} {record['name']:<22} {what}: {record['status']}: {record['reason'][:160]}"
-    extra = "".join(
-        f" {label}{record[key]:.3f}"
-        for key, label in (("tb_s", "TB/s "), ("share_of_ceiling", "ceiling "), ("tflops", "TFLOP/s "))
-        if key in record
-    )
-    return f"{record['section']:<9} {record['name']:<22} {what}: {record['median_us']:.2f} us{extra}"
+        return f"{start} {record['status']}: {record['reason'][:160]}"
+    shown = (("tb_s", "TB/s"), ("share_of_ceiling", "of ceiling"), ("tflops", "TFLOP/s"), ("error_out", "error"))
+    extra = "".join(f", {record[key]:.3g} {label}" for key, label in shown if key in record)
+    if "time_over_baseline" in record:
+        extra += f", {record['time_over_baseline']:.3f} x {record['baseline']}"
+    return f"{start} {record['median_us']:.2f} us{extra}"
 
 
 @contextmanager
@@ -216,5 +220,7 @@ def recorded(recorder: Recorder, budget: Budget, section: str, name: str, config
                 print(f"the CUDA context is broken: {broken}", file=sys.stderr, flush=True)
                 raise SystemExit(3) from error
     finally:
+        # after an error that broke the context this fails too
         if recorder.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):
+                torch.cuda.empty_cache()

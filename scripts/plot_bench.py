@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench_tables import Record, load, report, select
+from bench_tables import Record, goals, load, report, select
 
 Series = dict[str, list[tuple[float, float]]]
 
@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw_all(records, folder)
     (folder / "report.md").write_text(report(records, pictures), encoding="utf-8")
+    print(goals(records))
     print(f"{folder / 'report.md'}: {len(records)} records, {len(pictures)} plots")
     return 0
 

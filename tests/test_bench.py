@@ -36,7 +36,12 @@ def check_whole(records: list[dict], sections: set[str]) -> None:
 
 @pytest.mark.parametrize(
     "sections",
-    ["grid,groups,dims,qlen", "ragged,splits,nosplit,gather,host", "chunks,sweep", "prefill"],
+    [
+        "grid,groups,dims,qlen",
+        "ragged,splits,nosplit,gather,host",
+        "chunks,sweep,deterministic,parts",
+        "prefill,sweep_prefill",
+    ],
 )
 def test_bench_ops_writes_whole_records(tmp_path, sections):
     status, records = run("bench_ops", tmp_path, sections)
@@ -199,7 +204,7 @@ def test_bench_merge_measures_every_mode_on_real_ranks(tmp_path, ranks):
 @pytest.mark.dist
 def test_bench_attention_relates_the_sharded_layer_to_one_rank(tmp_path, ranks):
     out = tmp_path / "records.jsonl"
-    arguments = ["--out", str(out), "--sections", "layer,breakeven,graphs", "--modes", "all_gather,reduce_scatter"]
+    arguments = ["--out", str(out), "--sections", "layer,graphs", "--modes", "all_gather,reduce_scatter"]
     assert ranks(3).run(run_on_rank, "bench_attention", arguments) == [0, 0, 0]
     records = [json.loads(line) for line in out.read_text().splitlines()]
     layer = {record["name"]: record for record in records if record["section"] == "layer"}
@@ -284,3 +289,23 @@ def test_the_report_takes_the_worst_of_the_latest_records(tmp_path):
     assert "| decode, ragged16, share of ceiling | >= 0.9 | - | 0 | not measured |" in text
     assert "| 32 | 1 | 131072 | 512 | decode | 97.0 | 0.96 | sdpa cudnn | 0.97 |" in text
     assert "140" not in text, "a record that a later one replaces was quoted"
+
+
+def test_records_carry_the_plan_of_the_launch():
+    import bench_run
+
+    from distdec.ops.decode_triton import decode
+    from distdec.ops.tables import KVTables
+
+    def ints(values):
+        return torch.tensor(values, dtype=torch.int32)
+
+    tables = KVTables(ints([[0, 40, 0, 0]]), ints([[0, 1]]), ints([0, 1]))
+    k, v = torch.randn(2, 40, 1, 16).unbind(0)
+    with bench_run.watch_plans() as plans:
+        decode(torch.randn(1, 2, 16), k, v, tables, ints([39]), 1, scale=0.25)
+    assert len(plans) == 1
+    assert {"num_spans", "block_n", "num_warps", "num_stages"} <= set(plans[0])
+    with bench_run.watch_plans() as later:
+        pass
+    assert later == []

@@ -1,5 +1,7 @@
 """What the transformers integration refuses, when, and with which words; and its arithmetic on masks."""
 
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -326,3 +328,22 @@ def test_a_bound_key_cannot_be_mistaken_for_a_tensor():
     for use in (lambda: pair.shape, lambda: pair[0], lambda: torch.matmul(torch.zeros(1, 1), pair), lambda: pair + 1):
         with pytest.raises((UnsupportedModel, TypeError)):
             use()
+
+
+def test_the_example_of_the_documentation_runs(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {word: i for i, word in enumerate(["<pad>", "<s>", "<unk>", "a", "long", "prompt", "short"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>").save_pretrained(tmp_path)
+    tiny_model("llama", "eager").save_pretrained(tmp_path)
+    page = (pathlib.Path(__file__).parents[1] / "docs" / "transformers.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    seen = {}
+    exec(program.replace("/models/M", str(tmp_path)), seen)
+    assert seen["tokens"].shape == (2, 3 + 20)
+    assert [seen["cache"].core.kv.length(row) for row in seen["cache"].rows] == [22, 20]
+    eager = tiny_model("llama", "eager")
+    assert seen["tokens"].tolist() == eager.generate(**seen["inputs"], max_new_tokens=20, do_sample=False).tolist()

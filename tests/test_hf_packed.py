@@ -4,6 +4,8 @@ On the meta device there are no values, so whatever would wait for one raises: `
 A forward that passes there can be captured in a graph.
 """
 
+import contextlib
+
 import pytest
 import torch
 from hf_models import FAMILIES, FURTHER, MAIN, left_padded, tiny_config, tiny_model
@@ -89,15 +91,29 @@ def test_a_model_is_bound_once_and_can_be_freed():
     bind_engine(model, MetaAttention())
 
 
-def run_engine(family, merge):
+@contextlib.contextmanager
+def no_sync(device):
+    """On a GPU, whatever waits for the device raises."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run_engine(family, merge, device="cpu"):
     """Greedy decoding in a hand-made engine: slices of prompts next to decode rows, from different rows' positions."""
     from distdec.attention import DistributedAttention
     from distdec.hf import bind_engine, check_model
     from distdec.mesh import Mesh
     from distdec.sharded_cache import ShardedCache
 
-    mesh = Mesh.create()
-    model = tiny_model(family, "distdec")
+    on_cpu = device == "cpu"
+    mesh = Mesh.create() if on_cpu else Mesh.single(device)
+    model = tiny_model(family, "distdec").to(device)
     geometry = check_model(model, engine=True)
     cache = ShardedCache(
         mesh,
@@ -106,10 +122,8 @@ def run_engine(family, merge):
         head_dim=geometry.head_dim,
         windows=geometry.windows,
         max_tokens=1024,
-        min_chunk=4,
-        max_chunk=8,
-        page_size=4,
-        weights=(1, 3),
+        # small chunks reach every edge; the kernels for GPUs need whole tiles
+        **({"min_chunk": 4, "max_chunk": 8, "page_size": 4, "weights": (1, 3)} if on_cpu else {}),
     )
     cache.pool.k.fill_(float("nan"))
     cache.pool.v.fill_(float("nan"))
@@ -125,10 +139,11 @@ def run_engine(family, merge):
         rows = sorted((row for row, n in enumerate(counts) if n), key=lambda row: counts[row] > 1)
         binding.set_step(cache.begin_step([(row, counts[row]) for row in rows]))
         spans = [(row, done[row], done[row] + counts[row]) for row in rows]
-        ids = torch.tensor([t for row, start, stop in spans for t in texts[row][start:stop]])
-        positions = torch.tensor([p for _, start, stop in spans for p in range(start, stop)])
-        ends = torch.tensor([counts[row] for row in rows]).cumsum(0) - 1
-        logits = binding.forward(ids, positions, logits_to_keep=ends)
+        ids = torch.tensor([t for row, start, stop in spans for t in texts[row][start:stop]], device=device)
+        positions = torch.tensor([p for _, start, stop in spans for p in range(start, stop)], device=device)
+        ends = torch.tensor([counts[row] for row in rows], device=device).cumsum(0) - 1
+        with no_sync(device):
+            logits = binding.forward(ids, positions, logits_to_keep=ends)
         for (row, _, stop), token in zip(spans, logits.argmax(-1).tolist(), strict=True):
             done[row] = stop
             if stop == len(texts[row]):
@@ -141,9 +156,9 @@ def run_engine(family, merge):
         while any(len(text) < len(prompt) + NEW_TOKENS for text, prompt in zip(texts, prompts, strict=True)):
             step([int(len(t) < len(p) + NEW_TOKENS) for t, p in zip(texts, prompts, strict=True)])
     binding.close()
-    eager = tiny_model(family, "eager")
+    eager = tiny_model(family, "eager").to(device)
     for text, prompt in zip(texts, prompts, strict=True):
-        want = eager.generate(prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False)
+        want = eager.generate(prompt[None].to(device), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert text == want[0].tolist()
     return [cache.kv.local_length(row, mesh.kvp_rank) for row in range(len(texts))]
 
@@ -162,3 +177,9 @@ def test_packed_rows_equal_eager_row_by_row(ranks, family):
 @pytest.mark.parametrize("family", FURTHER)
 def test_packed_rows_of_further_families_equal_eager(ranks, family):
     test_packed_rows_equal_eager_row_by_row(ranks, family)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_on_a_gpu_equal_eager_and_never_wait(family):
+    assert run_engine(family, "all_gather", device="cuda") == [n + NEW_TOKENS - 1 for n in LENGTHS]

