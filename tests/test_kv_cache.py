@@ -42,6 +42,15 @@ def test_ties_go_to_the_rank_with_the_least_total_load_then_to_the_lowest():
     assert [view.kvp_rank for view in cache.views(3)] == [1, 0, 2]
 
 
+def test_total_loads_are_weighted_too():
+    cache = make(8, 8, weights=(3, 1))
+    for seq_id, count in enumerate((4, 4, 1, 1)):
+        cache.add(seq_id)
+        cache.extend(seq_id, count)
+    # the last one finds totals of 5 and 4, and 5 / 3 < 4 / 1
+    assert [cache.views(seq_id)[0].kvp_rank for seq_id in range(4)] == [0, 1, 0, 0]
+
+
 def test_weighted_ties_compare_exactly():
     cache = make(99, 99, weights=(2**40 + 1, 2**40), max_chunk=4)
     cache.add(0)
