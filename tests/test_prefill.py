@@ -79,10 +79,9 @@ def test_prefill_refuses_shapes_that_do_not_match():
         )
 
 
-@pytest.mark.parametrize("num_splits", [2, 5])
-@pytest.mark.parametrize("case", [PREFILL_CASES[3], PREFILL_CASES[4], PREFILL_CASES[13]], ids=case_id)
-def test_prefill_split_over_the_keys_gives_the_same_result(case, num_splits):
-    inputs = build(case)
+@pytest.mark.parametrize("case", [PREFILL_CASES[3], PREFILL_CASES[13]], ids=case_id)
+def test_prefill_split_over_the_keys_gives_the_same_result(case):
+    inputs, num_splits = build(case), 3
     heads = sum(case.q_lens) * case.num_q_heads
     workspace = DecodeWorkspace.for_partials(num_splits, heads, case.head_dim, "cpu")
     workspace.out.fill_(torch.nan)

@@ -14,8 +14,10 @@ def check(name: str, device: str, dtype: torch.dtype, heads: int, dim: int, v_di
     k = torch.randn(7, heads, dim, generator=generator).to(device, dtype)
     # values as a slice of a wider projection: rows are not dense
     v = torch.randn(7, 2 * heads, v_dim, generator=generator).to(device, dtype)[:, heads:]
-    k_pool = torch.full((20, heads, dim), torch.nan, dtype=dtype, device=device)
-    v_pool = torch.full((20, heads, v_dim), torch.nan, dtype=dtype, device=device)
+    # one more slot in front, where slot -1 would land
+    k_wide = torch.full((21, heads, dim), torch.nan, dtype=dtype, device=device)
+    v_wide = torch.full((21, heads, v_dim), torch.nan, dtype=dtype, device=device)
+    k_pool, v_pool = k_wide[1:], v_wide[1:]
     slots = [19, -1, 0, 5, 4, -1, 11]
     mapping = torch.tensor(slots, dtype=torch.int64, device=device)
     get_backend(name, device).store_kv(k, v, mapping, k_pool, v_pool)
@@ -25,6 +27,7 @@ def check(name: str, device: str, dtype: torch.dtype, heads: int, dim: int, v_di
             assert torch.equal(v_pool[slot], v[token])
     untouched = [s for s in range(20) if s not in slots]
     assert k_pool[untouched].isnan().all() and v_pool[untouched].isnan().all()
+    assert k_wide[0].isnan().all() and v_wide[0].isnan().all()
 
 
 SHAPES = [(2, 16, 16), (3, 80, 80), (1, 24, 40), (8, 128, 128)]

@@ -90,7 +90,8 @@ def prefill_kernel(
 ):
     """Attend with one query tile on one KV head over one split of the tiles that it can see."""
     SUB: tl.constexpr = TILE // BLOCK_N
-    i_tile = tl.program_id(0)
+    # the last query tiles of a prompt see the most keys: they start first, so that no long one is left over at the end
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     o_n = tl.arange(0, BLOCK_N)
