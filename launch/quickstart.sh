@@ -3,7 +3,7 @@
 #
 #   bash launch/quickstart.sh                          # 2 ranks on a CPU host; all GPUs on a GPU host
 #   NPROC=4 bash launch/quickstart.sh                  # four ranks
-#   bash launch/quickstart.sh sampling.max_new_tokens=64   # any Hydra override of launch/generate.py
+#   bash launch/quickstart.sh max_new_tokens=64        # any Hydra override of launch/generate.py
 #   DISTDEC_PYTHON=/path/to/python bash launch/quickstart.sh    # an environment that already has torch
 #
 # On CPU: gloo, float32, reference kernels. On GPUs: NCCL, bfloat16, Triton kernels. The model is

@@ -74,8 +74,9 @@ if [ -n "$dry_run" ]; then
     folder=$(mktemp -d)
     trap 'rm -rf -- "$folder"' EXIT
     "$python" launch/assets.py tiny "$folder" >/dev/null
-    overrides=(model=path "model.path=$folder" "prompt=In the beginning there was a dry run" sampling.max_new_tokens=8
-        "${overrides[@]+"${overrides[@]}"}")
+    # tiny chunks, so that even a short prompt lies on all ranks
+    overrides=(model=path "model.path=$folder" cache=tiny "prompt=In the beginning there was a dry run"
+        max_new_tokens=8 "${overrides[@]+"${overrides[@]}"}")
     # not exec: the folder is removed afterwards. A Ctrl-C reaches torchrun too, which ends the ranks
     "$python" -m torch.distributed.run "${arguments[@]}" \
         launch/generate.py "parallel=$PARALLEL" "${overrides[@]}"

@@ -228,11 +228,11 @@ def test_ci_runs_every_check_and_fails_when_one_does(checkout, broken):
     [({}, 0, 2, 3), ({"NPROC": "4"}, 0, 4, 1), ({}, 8, 8, 1), ({"NPROC": "2", "OMP_NUM_THREADS": "5"}, 8, 2, 5)],
 )
 def test_quickstart_starts_the_main_job(ready, variables, gpus, ranks, threads):
-    result = ready.script("launch/quickstart.sh", "sampling.seed=1", gpus=gpus, **variables)
+    result = ready.script("launch/quickstart.sh", "seed=1", gpus=gpus, **variables)
     assert result.returncode == 0, result.stderr
     assert ready.calls("torch.distributed.run") == [
         f"-m torch.distributed.run --standalone --nproc-per-node {ranks} launch/generate.py model=smollm2 "
-        "workload=passkey parity=true sampling.seed=1"
+        "workload=passkey parity=true seed=1"
     ]
     # torchrun takes the place of the script, so that a signal to the one reaches the other
     assert ready.environment_of_last().startswith(f"OMP_NUM_THREADS={threads} PID={ready.pid} ")
@@ -264,12 +264,12 @@ def test_torchrun_line_fits_its_layout(ready, parallel, ranks):
 
 
 def test_torchrun_dry_run_uses_a_tiny_model_and_no_gpu(ready):
-    result = ready.script("launch/torchrun.sh", "--dry-run-cpu", "sampling.seed=1", gpus=8)
+    result = ready.script("launch/torchrun.sh", "--dry-run-cpu", "seed=1", gpus=8)
     assert result.returncode == 0, result.stderr
     (call,) = ready.calls("torch.distributed.run")
     folder = re.search(r"model\.path=(\S+)", call).group(1)
     assert "--nproc-per-node 8 launch/generate.py parallel=kvp8 model=path" in call
-    assert call.endswith("sampling.seed=1")
+    assert call.endswith("seed=1")
     assert ready.calls("assets.py tiny") == [f"launch/assets.py tiny {folder}"]
     assert not Path(folder).exists(), "the temporary model is left behind"
     failed = ready.script("launch/torchrun.sh", "--dry-run-cpu", FAIL="torch.distributed.run")
