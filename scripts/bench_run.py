@@ -88,7 +88,7 @@ class Bench:
 
     def timer(self, **options: Any) -> Timer:
         """Return a timer with this run's rounds and rank reduction."""
-        options.setdefault("rounds", 3 if self.smoke else self.args.rounds)
+        options.setdefault("rounds", 2 if self.smoke else self.args.rounds)
         if self.smoke:
             options.update(max_calls=2)
         if self.mesh.world_size > 1:
