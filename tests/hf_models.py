@@ -58,6 +58,9 @@ def tiny_model(family, attention, *, seed=0, device="cpu", dtype=torch.float32, 
     """A tiny model; the same weights for the same seed, whatever its attention."""
     from transformers import AutoModelForCausalLM
 
+    from distdec.hf import register
+
+    register()
     torch.manual_seed(seed)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(

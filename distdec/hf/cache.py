@@ -244,13 +244,17 @@ class DistributedCache(Cache):
         """Return the number of columns seen: tokens of the longest row, pads included."""
         return self.num_columns
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Drop the last columns of every row.
 
         Args:
             tokens_to_remove: 0 or less: minus the number of columns to drop. More than 0: the number of columns to
                 keep, as in releases before 5.17.
+
+        Notes:
+            Host sync: where the number is a tensor, as assisted decoding hands it over in some releases.
         """
+        tokens_to_remove = int(tokens_to_remove)
         keep = tokens_to_remove if tokens_to_remove > 0 else self.num_columns + tokens_to_remove
         drop = self.num_columns - max(0, min(keep, self.num_columns))
         for row in self.rows if drop else ():
