@@ -88,10 +88,12 @@ class CacheConfig:
     """Size and granularity of the sharded KV cache."""
 
     max_tokens: int = field(
-        default=0, metadata=_help("tokens the cache holds over all ranks; 0: from memory_gb, or what the run needs")
+        default=0,
+        metadata=_help("tokens the cache holds over all ranks; 0: as memory_gb allows, or what the run needs"),
     )
     memory_gb: float = field(
-        default=0.0, metadata=_help("GiB of KV per rank; 0: what the run needs, within memory_fraction of free memory")
+        default=0.0,
+        metadata=_help("GiB of KV a rank may hold; 0: what the run needs, within memory_fraction of free memory"),
     )
     memory_fraction: float = field(
         default=0.8, metadata=_help("share of a rank's free memory the cache may take when sizes are automatic")
@@ -120,10 +122,6 @@ class CacheConfig:
             raise ValueError(f"cache.max_chunk must be one of {legal} (min_chunk x 1, 2, 4, 8), got {self.max_chunk}")
         if self.min_chunk % self.page_size:
             raise ValueError(f"cache.page_size={self.page_size} must divide cache.min_chunk={self.min_chunk}")
-        if self.max_tokens and self.memory_gb:
-            raise ValueError(
-                f"give cache.max_tokens or cache.memory_gb, not both (got {self.max_tokens} and {self.memory_gb:g})"
-            )
         if self.weights is not None:
             weights = tuple(self.weights)
             for weight in weights:
@@ -190,8 +188,8 @@ class WorkloadConfig:
 
 
 @dataclass(frozen=True)
-class Config:
-    """A whole run of launch/generate.py.
+class Config(SamplingParams):
+    """A whole run of launch/generate.py. The sampling parameters are keys of their own: `max_new_tokens=64`.
 
     Raises:
         ValueError: sections that contradict each other, with the values and what is legal.
@@ -203,7 +201,6 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     backend: BackendConfig = field(default_factory=BackendConfig)
     workload: WorkloadConfig = field(default_factory=WorkloadConfig)
-    sampling: SamplingParams = field(default_factory=SamplingParams)
     prompt: str | None = field(default=None, metadata=_help("the prompt itself"))
     prompt_file: str | None = field(default=None, metadata=_help("file whose text is the prompt"))
     prompts: str | None = field(
@@ -222,6 +219,7 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _one_of("on_error", self.on_error, ON_ERROR)
         inputs = {"prompt": self.prompt, "prompt_file": self.prompt_file, "prompts": self.prompts}
         given = [f"{name}=" for name, value in inputs.items() if value is not None]
@@ -231,6 +229,11 @@ class Config:
             raise ValueError(f"workload=passkey makes its own prompt; drop {given[0]} or use workload=prompt")
         if self.workload.name == "jsonl" and self.prompts is None:
             raise ValueError("workload=jsonl needs prompts=FILE.jsonl")
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The sampling parameters of requests that bring none of their own."""
+        return SamplingParams(**{item.name: getattr(self, item.name) for item in dataclasses.fields(SamplingParams)})
 
     def check_inputs(self) -> None:
         """Refuse a run without a prompt. Apart from the other checks, since other programs use the config without one.

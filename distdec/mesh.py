@@ -14,7 +14,7 @@ import hashlib
 import operator
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -255,6 +255,14 @@ class Mesh:
             received.extend(tail.tolist())
         return received, header
 
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Return every rank's integers on every rank; all bring the same number. Collective over the mesh, by gloo."""
+        mine = torch.tensor([int(value) for value in values], dtype=torch.int64)
+        of_all = mine.repeat(self.world_size)
+        if self.world_size > 1:
+            all_gather(of_all, mine, self.control_group)
+        return of_all.view(self.world_size, -1).tolist()
+
     def check_same(self, name: str, digest: bytes, axis: str | None = None) -> None:
         """Make sure that all ranks hold the same bytes under the same name; only hashes of fixed size travel.
 
@@ -375,7 +383,7 @@ def _start_world(device: torch.device, timeout: datetime.timedelta) -> None:
         # merge does not need them; both are only set where the user has said nothing
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    store, rank, world_size = next(_rendezvous(timeout))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     # torchrun keeps its store across restarts of the workers: a new attempt would read the dead one's addresses. The
     # count is local to a host, so it can only name the attempt where there is one host
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
@@ -389,7 +397,3 @@ def _start_world(device: torch.device, timeout: datetime.timedelta) -> None:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-
-
-def _rendezvous(timeout: datetime.timedelta) -> Iterator[tuple[dist.Store, int, int]]:
-    return dist.rendezvous("env://", timeout=timeout)

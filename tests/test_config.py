@@ -39,7 +39,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: CacheConfig(min_chunk=96, max_chunk=96), "cache.min_chunk must be a power of two, got 96"),
         (lambda: CacheConfig(max_chunk=2048), r"one of \[128, 256, 512, 1024\].*got 2048"),
         (lambda: CacheConfig(page_size=48), "cache.page_size=48 must divide cache.min_chunk=128"),
-        (lambda: CacheConfig(max_tokens=100, memory_gb=1.0), "not both"),
+        (lambda: CacheConfig(memory_gb=-1.0), "cache.memory_gb must be a finite number, at least 0, got -1.0"),
         (lambda: CacheConfig(memory_fraction=1.5), "at most 1, got 1.5"),
         (lambda: CacheConfig(weights=(1, 0)), "cache.weights must be at least 1, got 0"),
         (lambda: SchedulerConfig(prefill_slice=0), "scheduler.prefill_slice must be at least 1, got 0"),

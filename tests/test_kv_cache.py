@@ -135,6 +135,20 @@ def test_frames_reserved_ahead_serve_others_when_nothing_else_is_left():
         cache.extend(0, 1)
 
 
+def test_admission_may_ask_for_a_sequence_that_is_not_there_yet():
+    cache = make(2, 1)
+    cache.add(0)
+    cache.extend(0, 5)
+    before = cache.stats()
+    # frames of 4: two of the three are taken
+    assert cache.can_extend([(0, 3), (7, 4)])
+    assert not cache.can_extend([(0, 4), (7, 4)])
+    assert cache.stats() == before
+    assert cache.sequences() == [0]
+    with pytest.raises(KeyError):
+        cache.extend(7, 4)
+
+
 def test_a_step_is_checked_as_a_whole():
     cache = make(2, 1)
     for seq_id in range(3):

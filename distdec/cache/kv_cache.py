@@ -151,9 +151,11 @@ class KVCache:
     def can_extend(self, rows: Iterable[tuple[int, int]]) -> bool:
         """Say whether all of `(seq_id, num_tokens)` can be extended, in any order; exact, and changes nothing.
 
-        Cached and spare frames count as free.
+        Cached and spare frames count as free. A sequence that is not in the cache holds nothing yet, so that admission
+        can ask before it adds.
         """
-        needed, available = self._placer.demand([(self._get(seq_id), count) for seq_id, count in rows])
+        needs = [(self._sequences.get(seq_id) or self._empty(seq_id), count) for seq_id, count in rows]
+        needed, available = self._placer.demand(needs)
         return needed <= available
 
     def raise_full(self, rows: Iterable[tuple[int, int]]) -> NoReturn:
@@ -346,6 +348,10 @@ class KVCache:
             gone = isinstance(owner, Sequence) and self._sequences.get(owner.seq_id) is not owner
             require(not gone, f"{state.chunk} is owned by a sequence that is gone")
         self._ledger.check_integrity(views)
+
+    def _empty(self, seq_id: int) -> Sequence:
+        """Return a sequence without tokens that is not in the cache."""
+        return Sequence(seq_id, self.layout.num_ranks, self.layout.min_chunk, self._ledger.index.root(0))
 
     def _get(self, seq_id: int) -> Sequence:
         """Return a live sequence."""

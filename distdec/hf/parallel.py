@@ -145,10 +145,12 @@ class GatherLinear(nn.Module):
         y = F.linear(x, self.weight, self.bias)
         if self.group is None:
             return y
-        widest = max(self.sizes)
-        rows = y.numel() // max(1, y.shape[-1]) if y.shape[-1] else x.numel() // x.shape[-1]
+        widest, rows = max(self.sizes), x.numel() // x.shape[-1]
+        if rows == 0:
+            # a step that only prefills wants no logits; every rank knows, so none waits for the gather
+            return y.new_empty(*x.shape[:-1], sum(self.sizes))
         send = y.new_zeros(rows, widest)
-        send[:, : y.shape[-1]] = y.reshape(rows, -1)
+        send[:, : y.shape[-1]] = y.reshape(rows, y.shape[-1])
         parts = send.new_empty(len(self.sizes) * rows, widest)
         all_gather(parts, send, self.group)
         parts = parts.view(len(self.sizes), rows, widest)

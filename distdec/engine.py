@@ -1,0 +1,309 @@
+"""The engine: requests in, tokens out, one step at a time. The file to read first; docs/walk.md follows one step.
+
+Every rank runs the same loop. Rank 0 alone decides, samples and holds texts; a step's decisions reach the other ranks
+as one list of integers, the plan, and the token chosen in one step is part of the next plan. So all ranks go on with
+the same token by construction, and nothing but integers is ever sent.
+
+    engine = Engine(Runner.load(folder, mesh, config), config.scheduler, tokenizer=tokenizer)
+    done = engine.generate([(prompt_ids, SamplingParams(max_new_tokens=32))])      # on every rank
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from distdec.batch import StepBatch
+from distdec.capacity import no_room
+from distdec.config import SchedulerConfig
+from distdec.detokenize import TextStream
+from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
+from distdec.runner import Runner
+from distdec.sampling import SamplingRow, sample
+from distdec.scheduler import Scheduler
+
+_REASONS = tuple(FinishReason)
+_SHARE_WORDS = 1 << 18  # integers a message, well below what a mesh agrees on at once
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What became of one request. Times in seconds, from its `add()`; `tpot_s` is the mean after the first token.
+
+    On ranks other than 0 `text` is empty.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    seed: int
+    text: str = ""
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepEvent:
+    """One request's share of a step: its new token and the text that became certain, and why it ended, if it did."""
+
+    request_id: int
+    token_id: int | None
+    text: str
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step's plan, and on rank 0 what it brought."""
+
+    plan: StepPlan
+    events: tuple[StepEvent, ...] = ()
+    completions: tuple[Completion, ...] = ()
+
+    @property
+    def done(self) -> bool:
+        return self.plan.kind is PlanKind.DONE
+
+
+@dataclass
+class _Live:
+    """What rank 0 keeps of a request besides the scheduler's state."""
+
+    seed: int
+    text: TextStream | None
+    added: float = field(default_factory=time.perf_counter)
+    first_token: float = 0.0
+
+
+class Engine:
+    """Run many requests on a model whose KV cache is sharded over the ranks of a mesh.
+
+    Args:
+        runner: model, cache and attention.
+        config: of the scheduler.
+        eos_ids: tokens that end a request; None takes the model's.
+        tokenizer: anything with transformers' `decode`; used on rank 0, for texts and stop strings.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        config: SchedulerConfig | None = None,
+        *,
+        eos_ids: Collection[int] | None = None,
+        tokenizer: Any = None,
+    ) -> None:
+        self.runner = runner
+        self.mesh = runner.mesh
+        self.cache = runner.cache
+        text_config = runner.model.config.get_text_config()
+        self.vocab_size = text_config.vocab_size
+        self.max_positions = text_config.max_position_embeddings
+        self.eos_ids = frozenset(model_eos_ids(runner.model) if eos_ids is None else eos_ids)
+        self.scheduler = Scheduler(config or SchedulerConfig(), self.cache.kv, self.eos_ids)
+        self.tokenizer = tokenizer
+        self.peak_tokens = 0
+        self._live: dict[int, _Live] = {}
+        self._next_id = 0
+
+    def add(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> int:
+        """Queue a prompt, at any time; rank 0 only. Returns the request's id.
+
+        Raises:
+            ValueError: the prompt is empty, has ids outside the vocabulary, or does not fit the model or the cache
+                together with its new tokens; stop strings without a tokenizer.
+        """
+        request = Request(self._next_id, tuple(prompt_ids), sampling or SamplingParams())
+        self.check(request)
+        self.scheduler.add(request)
+        self._next_id += 1
+        params = request.sampling
+        text = None if self.tokenizer is None else TextStream(self._decode, params.stop)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        self._live[request.request_id] = _Live(seed, text)
+        return request.request_id
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never run; see `add`."""
+        request.check(self.vocab_size, self.max_positions)
+        if request.max_tokens > self.runner.max_tokens:
+            raise ValueError(no_room(request, self.runner.max_tokens, self.mesh.kvp_size, self.runner.dtype))
+        if request.sampling.stop and self.tokenizer is None:
+            raise ValueError(f"request {request.request_id}: stop strings need an engine with a tokenizer")
+
+    def cancel(self, request_id: int) -> None:
+        """End a request in whatever state it is, keeping its tokens; rank 0 only, between steps."""
+        self.scheduler.finish(request_id, FinishReason.CANCELLED)
+
+    def step(self) -> StepResult:
+        """Run one step: schedule, agree, reserve, run, sample, commit. Every rank calls it, as often as rank 0.
+
+        Raises:
+            RuntimeError: on every rank, if rank 0 could not plan; a rank that received something else than a plan.
+
+        Notes:
+            Collective: the plan over the mesh, then those of the model. Host sync: rank 0 reads the tokens.
+        """
+        plan = self._agree()
+        batch = self._reserve(plan)
+        if batch is None:
+            return self._commit(plan, {})
+        logits = self.runner.run(plan, batch)
+        return self._commit(plan, self._sample(plan, logits) if self.mesh.is_leader else {})
+
+    def _agree(self) -> StepPlan:
+        plan, error = None, None
+        if self.mesh.is_leader:
+            try:
+                plan = self.scheduler.schedule()
+            except Exception as raised:
+                # the others already wait for a plan
+                plan, error = StepPlan(0, PlanKind.FAIL), raised
+        plan = StepPlan.decode(self.mesh.agree(None if plan is None else plan.encode()))
+        if plan.kind is PlanKind.FAIL:
+            raise error or RuntimeError("rank 0 could not plan the step; it says why")
+        return plan
+
+    def _reserve(self, plan: StepPlan) -> StepBatch | None:
+        """Free, admit and reserve as the plan says. The same integers on every rank, so nobody can run out alone."""
+        kv = self.cache.kv
+        if plan.free:
+            self.peak_tokens = max(self.peak_tokens, kv.stats().tokens[self.mesh.kvp_rank])
+        for request_id in plan.free:
+            kv.free(request_id)
+        for request_id in plan.admit:
+            kv.add(request_id)
+        if not plan.rows:
+            return None
+        return self.cache.begin_step([(row.request_id, row.num_tokens) for row in plan.rows], q_len=1)
+
+    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[int, int | None]:
+        needed = [row.request_id for row in plan.rows if row.needs_logits]
+        rows = []
+        for request_id in needed:
+            # a request may have been cancelled while its step ran; its token is dropped at commit
+            state = self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
+            params = state.request.sampling
+            seen: Sequence[int] = ()
+            if params.repetition_penalty != 1.0:
+                seen = (*state.request.prompt_ids, *state.output_ids)
+            rows.append(SamplingRow(params, self._live[request_id].seed, len(state.output_ids), seen))
+        return dict(zip(needed, sample(logits, rows), strict=True))
+
+    def _commit(self, plan: StepPlan, tokens: dict[int, int | None]) -> StepResult:
+        if not self.mesh.is_leader:
+            return StepResult(plan)
+        texts = {request_id: self._push(request_id, token) for request_id, token in tokens.items()}
+        stopped = {i for i in tokens if (text := self._live[i].text) is not None and text.stopped}
+        events = []
+        for event in self.scheduler.commit(plan, tokens, stopped):
+            text = texts[event.request_id]
+            live = self._live[event.request_id]
+            if event.finish_reason is not None and live.text is not None:
+                text += live.text.finish()
+            events.append(StepEvent(event.request_id, event.token_id, text, event.finish_reason))
+        finished = [request_id for request_id in self.scheduler.finished if request_id in self._live]
+        return StepResult(plan, tuple(events), tuple(self._complete(request_id) for request_id in finished))
+
+    def _push(self, request_id: int, token: int | None) -> str:
+        live = self._live[request_id]
+        if token is None:
+            return ""
+        live.first_token = live.first_token or time.perf_counter()
+        return "" if live.text is None else live.text.push(token)
+
+    def _complete(self, request_id: int) -> Completion:
+        live, state = self._live.pop(request_id), self.scheduler.forget(request_id)
+        assert state.finish_reason is not None, "an unfinished request among the finished"
+        now, count = time.perf_counter(), len(state.output_ids)
+        return Completion(
+            request_id,
+            tuple(state.output_ids),
+            state.finish_reason,
+            live.seed,
+            "" if live.text is None else live.text.text,
+            ttft_s=live.first_token - live.added if count else 0.0,
+            tpot_s=(now - live.first_token) / (count - 1) if count > 1 else 0.0,
+            total_s=now - live.added,
+        )
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def generate(
+        self,
+        prompts: Sequence[tuple[Sequence[int], SamplingParams]] | None,
+        on_step: Callable[[StepResult], None] | None = None,
+    ) -> list[Completion]:
+        """Run prompts to their ends. Called on every rank; rank 0's prompts count, the others' are ignored.
+
+        Args:
+            prompts: (token ids, sampling parameters) of each request.
+            on_step: called after each step, on every rank.
+
+        Returns:
+            The completions in the order of the prompts, on every rank the same but for the texts.
+
+        Raises:
+            ValueError: on rank 0, a prompt that `add` refuses; the other ranks raise RuntimeError. Nothing has run.
+        """
+        ids, error = [], None
+        if self.mesh.is_leader:
+            try:
+                for prompt in prompts or ():
+                    ids.append(self.add(*prompt))  # noqa: PERF401 (those added before a refusal are withdrawn)
+            except Exception as raised:
+                error = raised
+                self._withdraw(ids)
+        if self.mesh.agree([int(error is not None)]) == [1]:
+            raise error or RuntimeError("rank 0 refused a prompt; it says why")
+        completions: dict[int, Completion] = {}
+        while True:
+            result = self.step()
+            completions.update((done.request_id, done) for done in result.completions)
+            if on_step is not None:
+                on_step(result)
+            if result.done:
+                break
+        return self._share([completions[request_id] for request_id in ids])
+
+    def _withdraw(self, request_ids: list[int]) -> None:
+        for request_id in request_ids:
+            self.cancel(request_id)
+            self._complete(request_id)
+
+    def _share(self, completions: list[Completion]) -> list[Completion]:
+        """Tell every rank rank 0's completions, texts left out."""
+        words: list[int] = []
+        for done in completions:
+            times = (round(1e9 * seconds) for seconds in (done.ttft_s, done.tpot_s, done.total_s))
+            head = (done.request_id, _REASONS.index(done.finish_reason), done.seed, *times)
+            words += [*head, len(done.token_ids), *done.token_ids]
+        [total] = self.mesh.agree([len(words)])
+        shared: list[int] = []
+        for start in range(0, total, _SHARE_WORDS):
+            shared += self.mesh.agree(words[start : start + _SHARE_WORDS])
+        if self.mesh.is_leader:
+            return completions
+        others, at = [], 0
+        while at < total:
+            request_id, reason, seed, ttft, tpot, whole, count = shared[at : at + 7]
+            at += 7 + count
+            ids = tuple(shared[at - count : at])
+            others.append(Completion(request_id, ids, _REASONS[reason], seed, "", ttft / 1e9, tpot / 1e9, whole / 1e9))
+        return others
+
+
+def model_eos_ids(model: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of a model: its generation config's, else its config's."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        eos = getattr(config, "eos_token_id", None)
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
+    return ()

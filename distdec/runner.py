@@ -1,0 +1,228 @@
+"""Run one step's rows through the model: owns the model, the sharded cache and the attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distdec.attention import DistributedAttention
+from distdec.batch import StepBatch
+from distdec.capacity import choose_max_tokens
+from distdec.config import Config
+from distdec.hf.attention import bind_engine
+from distdec.hf.support import Geometry, check_model
+from distdec.hf.weights import load_sharded
+from distdec.mesh import Mesh
+from distdec.request import StepPlan
+from distdec.sharded_cache import ShardedCache
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(name: str, device: torch.device) -> str:
+    """Return the dtype's name that `auto` means on a device."""
+    if name != "auto":
+        return name
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def load_model(
+    folder: str | Path, mesh: Mesh, config: Config, progress: Callable[[str], None] | None = None
+) -> torch.nn.Module:
+    """Load this rank's part of a model folder's weights.
+
+    Args:
+        config: its section model is read.
+        progress: called with each parameter's name once it is in place.
+
+    Raises:
+        ValueError: the model cannot run on a sharded cache, or not in this layout.
+    """
+    dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
+    model = load_sharded(folder, mesh, dtype=dtype, progress=progress)
+    check_model(model, tp_size=mesh.tp_size, engine=True)
+    _read_generation_config(model, folder)
+    return model
+
+
+def cache_size(model: torch.nn.Module, mesh: Mesh, config: Config, wanted_tokens: int) -> int:
+    """Return how many tokens the cache shall hold over all ranks, by the options and this rank's free memory.
+
+    Free memory differs between ranks, so one rank's answer has to be used by all.
+
+    Args:
+        wanted_tokens: size of a cache whose size is automatic, where memory allows.
+
+    Raises:
+        ValueError: there is no memory for a cache.
+    """
+    geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
+    item = DTYPES[resolve_dtype(config.model.dtype, mesh.device)].itemsize
+    per_token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * item
+    return choose_max_tokens(config.cache, wanted_tokens, per_token, _free_bytes(mesh), mesh.kvp_size)
+
+
+class Runner:
+    """A model whose attention runs on a sharded cache, fed with plans.
+
+    Args:
+        model: a transformers causal language model with this rank's weights and `attn_implementation="distdec"`.
+        attention: the layer all attention modules share; it brings the mesh and the cache.
+        max_tokens: tokens that the cache was made for (its pool is a little larger, for whole chunks).
+    """
+
+    def __init__(self, model: torch.nn.Module, attention: DistributedAttention, max_tokens: int) -> None:
+        self.model = model
+        self.attention = attention
+        self.cache: ShardedCache = attention.cache
+        self.mesh: Mesh = attention.mesh
+        self.max_tokens = max_tokens
+        self.binding = bind_engine(model, attention)
+        self.num_forwards = 0
+        self._inputs = _Inputs(self.mesh.device)
+
+    @classmethod
+    def build(cls, model: torch.nn.Module, mesh: Mesh, config: Config, max_tokens: int) -> Runner:
+        """Make the cache and the attention layer for a model from `load_model`.
+
+        Args:
+            max_tokens: size of the cache, the same on every rank; see `cache_size`.
+
+        Notes:
+            Collective: the choice of the merge.
+        """
+        geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
+        dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
+        cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
+        return cls(model, DistributedAttention(mesh, cache, merge=config.parallel.merge), max_tokens)
+
+    @classmethod
+    def load(cls, folder: str | Path, mesh: Mesh, config: Config, *, wanted_tokens: int = 0) -> Runner:
+        """Load a model folder and make its cache: `load_model`, `cache_size` and `build` in one.
+
+        Raises:
+            ValueError: the model or the layout cannot run, or there is no memory for a cache.
+
+        Notes:
+            Collective: rank 0's size of the cache is used everywhere.
+        """
+        model = load_model(folder, mesh, config)
+        [size] = mesh.agree([cache_size(model, mesh, config, wanted_tokens)])
+        return cls.build(model, mesh, config, size)
+
+    @property
+    def num_layers(self) -> int:
+        return self.cache.pool.k.shape[0]
+
+    @property
+    def dtype(self) -> str:
+        return str(self.cache.pool.k.dtype).removeprefix("torch.")
+
+    def run(self, plan: StepPlan, batch: StepBatch) -> Tensor:
+        """Run the plan's rows and return the logits of the rows that need them, in row order.
+
+        Activations are those of the plan's tokens, whatever the length of the prompts they belong to, and logits exist
+        for the needed rows only.
+
+        Args:
+            plan: what to run.
+            batch: the same rows, as `ShardedCache.begin_step` described them.
+
+        Shapes:
+            returns [N, vocabulary], the same on every rank
+
+        Notes:
+            In-place: writes the pool. Collective: one merge a layer, and those of the sharded weights; every rank must
+            call this with the same plan. Host sync: none.
+        """
+        input_ids, position_ids, needed = self._inputs.fill(plan)
+        self.binding.set_step(batch)
+        self.num_forwards += 1
+        with torch.no_grad():
+            return self.binding.forward(input_ids, position_ids, logits_to_keep=needed)
+
+    def close(self) -> None:
+        """Take the binding off the model."""
+        self.binding.close()
+
+
+class _Inputs:
+    """Token ids, positions and needed rows of a step, on the device, in buffers that stay where they are.
+
+    One host buffer is enough: rank 0 reads a step's tokens before it plans the next step, and by then every rank's copy
+    has long been done, since it comes before the step's merges.
+    """
+
+    def __init__(self, device: torch.device, capacity: int = 1024) -> None:
+        self.device = device
+        self._allocate(capacity)
+
+    def _allocate(self, capacity: int) -> None:
+        self.capacity = capacity
+        pin = self.device.type == "cuda"
+        self.host = torch.zeros(3, capacity, dtype=torch.int64, pin_memory=pin)
+        self.words = torch.zeros(3, capacity, dtype=torch.int64, device=self.device) if pin else self.host
+
+    def fill(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (token ids [T], positions [T], indices of the tokens whose logits are needed [N]), all int64.
+
+        Example: rows of 1 and 3 tokens, both needing logits: indices 0 and 3.
+        """
+        if plan.num_tokens > self.capacity:
+            self._allocate(1 << (plan.num_tokens - 1).bit_length())
+        ids, positions, needed = self.host.numpy()
+        at = count = 0
+        for row in plan.rows:
+            stop = at + row.num_tokens
+            ids[at:stop] = row.token_ids
+            positions[at:stop] = range(row.start, row.start + row.num_tokens)
+            at = stop
+            if row.needs_logits:
+                needed[count] = stop - 1
+                count += 1
+        if self.words is not self.host:
+            self.words[:, :at].copy_(self.host[:, :at], non_blocking=True)
+        return self.words[0, :at], self.words[1, :at], self.words[2, :count]
+
+
+def _read_generation_config(model: Any, folder: str | Path) -> None:
+    """Take the folder's generation config where there is one: it may name more end-of-sequence tokens."""
+    if (Path(folder) / "generation_config.json").exists():
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def _make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype: torch.dtype) -> ShardedCache:
+    options = config.cache
+    if options.weights is not None and len(options.weights) != mesh.kvp_size:
+        raise ValueError(
+            f"cache.weights has {len(options.weights)} entries {list(options.weights)} for {mesh.kvp_size} kvp ranks"
+        )
+    return ShardedCache(
+        mesh,
+        num_layers=geometry.num_layers,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        max_tokens=size,
+        dtype=dtype,
+        min_chunk=options.min_chunk,
+        max_chunk=options.max_chunk,
+        page_size=options.page_size,
+        weights=options.weights,
+        shard_min_tokens=options.shard_min_tokens,
+        windows=geometry.windows,
+        backend=config.backend.name,
+    )
+
+
+def _free_bytes(mesh: Mesh) -> int:
+    """Return the free memory of this rank's device; on a CPU its share of the host's."""
+    if mesh.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(mesh.device)[0])
+    words: list[Any] = Path("/proc/meminfo").read_text().split()
+    return int(words[words.index("MemAvailable:") + 1]) * 1024 // mesh.world_size
