@@ -197,7 +197,7 @@ class Processes:
         self.world: Mesh | None = None
 
     @contextlib.contextmanager
-    def mesh(self, config: Config) -> Iterator[Mesh]:
+    def mesh(self, config: Config, uses_layout: bool = True) -> Iterator[Mesh]:
         """Yield this job's mesh after checking that every rank was started with the same config."""
         from distdec.mesh import Mesh
 
@@ -207,8 +207,9 @@ class Processes:
         assert self.world is not None, "a mesh over the whole world leaves no rank out"
         # before anything depends on the options: ranks that disagree would make different groups and hang
         check_same_config(self.world, config)
-        kvp, tp = config.parallel.resolve(self.world.world_size)
-        if (kvp, tp) == (self.world.kvp_size, self.world.tp_size):
+        here = (self.world.kvp_size, self.world.tp_size)
+        kvp, tp = config.parallel.resolve(self.world.world_size) if uses_layout else here
+        if (kvp, tp) == here:
             yield self.world
             return
         with Mesh.create(kvp, tp, device=device, timeout_s=config.parallel.timeout_s) as mesh:
@@ -245,8 +246,13 @@ def _differs(mesh: Mesh, name: str, digest: bytes) -> bool:
     return False
 
 
-def main(run: Callable[[Config, Job], int | None]) -> NoReturn:
-    """Compose the options, start the ranks, call `run(config, job)` on each, and exit with its code."""
+def main(run: Callable[[Config, Job], int | None], *, uses_layout: bool = True) -> NoReturn:
+    """Compose the options, start the ranks, call `run(config, job)` on each, and exit with its code.
+
+    Args:
+        uses_layout: lay the mesh out as kvp x tp; without it (a program that only computes about layouts) all ranks
+            lie along kvp.
+    """
     register_schemas()
     rank, _ = rank_and_world()
     sys.argv[1:] = [quote_text(argument) for argument in sys.argv[1:]]
@@ -261,7 +267,7 @@ def main(run: Callable[[Config, Job], int | None]) -> NoReturn:
         code: int | None = 1
         try:
             config = to_config(options)
-            with processes.mesh(config) as mesh:
+            with processes.mesh(config, uses_layout) as mesh:
                 code = run(config, Job(mesh))
         except BaseException as error:
             # Hydra would add lines of its own about an exception; an exit passes through it, and ends a sweep too
