@@ -117,16 +117,16 @@ def own_columns(column, o_d, m_d, rank, COLUMNS: tl.constexpr):
 
 @triton.jit
 def push_row(
-    p_peers, at, b_out, lse2, column, o_d, m_d, rank, N: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr
+    p_peers, at, b_out, lse2, live, column, o_d, m_d, rank, N: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Store a row, in the type it travels in, and its lse2 into slot `at` of every rank's slab."""
+    """Store a row, in the type it travels in, and its lse2 into slot `at` of every slab; nothing if not `live`."""
     for k in tl.static_range(N):
         # every rank begins with another peer, so that no link carries all at once
         peer = (rank + k) % N
         slot = tl.load(p_peers + peer) + at
-        m_k = own_columns(column, o_d, m_d, peer, COLUMNS)
+        m_k = own_columns(column, o_d, m_d, peer, COLUMNS) & live
         tl.store(slot.to(tl.pointer_type(b_out.dtype)) + o_d, b_out, mask=m_k)
-        tl.store((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), lse2)
+        tl.store((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), lse2, mask=live)
 
 
 @triton.jit
@@ -226,6 +226,8 @@ def one_shot_kernel(
     programs = tl.num_programs(0)
     epoch = tl.load(p_state + c) + 1
     failed = tl.load(p_state + CHANNELS)
+    # early, so that the addresses are at hand when the row is; nothing here waits for these three loads
+    mine = tl.load(p_peers + rank)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     # slots of this channel, this parity; [source][slot] follow
@@ -237,7 +239,8 @@ def one_shot_kernel(
         wide = tl.full([], D, tl.int64)
         # after a failure nothing is pushed any more: this rank waits for nobody now, so it could overwrite what a late
         # peer still reads; silent, it makes the peer fail too
-        for item in range(c, tl.where(failed != 0, 0, num_items), programs):
+        live = failed == 0
+        for item in range(c, num_items, programs):
             unit = item // R
             r = item % R
             head = unit % HKV
@@ -249,17 +252,17 @@ def one_shot_kernel(
                 first, count = unit_partials(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
                 b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, D, BLOCK_D, BLOCK_C)
             lse2 = flag_failure(b_out, lse2)
-            push_row(p_peers, at, b_out.to(PAYLOAD), lse2, (head * G + r % G) * D, o_d, m_d, rank, N, SLOT, COLUMNS)
+            column = (head * G + r % G) * D
+            push_row(p_peers, at, b_out.to(PAYLOAD), lse2, live, column, o_d, m_d, rank, N, SLOT, COLUMNS)
             at += SLOT
         # without it a flag may overtake what other threads of the program have stored
         tl.debug_barrier()
         o_n = tl.arange(0, BLOCK_N)
-        m_n = (o_n < N) & (o_n != rank) & (failed == 0)
+        m_n = (o_n < N) & (o_n != rank) & live
         p_flag = (tl.load(p_peers + o_n, mask=m_n, other=0) + flags + rank * 4).to(tl.pointer_type(tl.int32))
         tl.atomic_xchg(p_flag, tl.zeros_like(o_n) + epoch, mask=m_n, sem="release", scope="sys")
 
     if MERGE:
-        mine = tl.load(p_peers + rank)
         lost = wait_for_peers(mine + flags, epoch, tl.where(failed != 0, 0, spin_limit), rank, N)
         if lost != 0:
             tl.atomic_or(p_state + CHANNELS, lost, sem="relaxed", scope="gpu")
@@ -284,6 +287,15 @@ def one_shot_kernel(
             tl.store(p_lse + token * (HKV * G) + head, tl.where(bad, float("nan"), lse2 * LN2))
             at += SLOT
         tl.store(p_state + c, epoch)
+
+
+def splits_at_once(splits: Splits, block_d: int) -> int:
+    """Return how many splits a program loads together: what an average unit has, since each round costs a latency."""
+    most = max(1, MAX_BLOCK_ELEMENTS // block_d)
+    if splits.split_tiles > 0:
+        # fixed, so that the order of sums does not follow the batch
+        return min(combine_block(0, 0, splits.split_tiles), most)
+    return min(triton.next_power_of_2(splits.num_spans // (splits.num_rows * splits.num_kv_heads) + 1), most)
 
 
 def one_shot(
@@ -330,8 +342,6 @@ def one_shot(
         return
     joined = splits.cum_tiles is None
     block_d = triton.next_power_of_2(dim)
-    num_units = splits.num_rows * splits.num_kv_heads
-    block_c = min(combine_block(num_units, splits.num_spans, splits.split_tiles), max(1, MAX_BLOCK_ELEMENTS // block_d))
     one_shot_kernel[(min(num_items, slab.channels),)](
         splits.out,
         splits.lse,
@@ -358,7 +368,7 @@ def one_shot(
         dim,
         block_d,
         triton.next_power_of_2(slab.num_ranks),
-        block_c,
+        splits_at_once(splits, block_d),
         JOINED.value if joined else splits.split_tiles,
         columns,
         sinks is not None,
