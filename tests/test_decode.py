@@ -158,6 +158,9 @@ def test_a_workspace_that_is_too_small_is_refused():
     workspace = DecodeWorkspace.for_partials(10, 2, 16, "cpu")
     with pytest.raises(ValueError, match="11 partials of 2 x 16 need 352 floats and 22 LSEs; the workspace holds 320"):
         run("triton", DECODE_CASES[0], inputs, num_spans=3, workspace=workspace)
+    for floats, rows in ((351, 22), (352, 21)):
+        with pytest.raises(ValueError, match="11 partials of 2 x 16 need 352 floats and 22 LSEs"):
+            run("triton", DECODE_CASES[0], inputs, num_spans=3, workspace=DecodeWorkspace(floats, rows, "cpu"))
 
 
 def test_pools_whose_heads_are_not_dense_are_refused():
