@@ -69,6 +69,12 @@ class ShardedCache:
             )
         if num_frames is None:
             num_frames = _frames_for(int(max_tokens or 0), mesh.kvp_size, min_chunk, max_chunk, weights)
+        if len(num_frames) != mesh.kvp_size:
+            # tokens would go to ranks that do not exist, and be missing from every attention
+            raise ValueError(
+                f"num_frames and weights must have one entry for each of the {mesh.kvp_size} kvp ranks, got "
+                f"{len(num_frames)}"
+            )
         self.mesh = mesh
         self.layout = CacheLayout(
             num_frames=tuple(num_frames),

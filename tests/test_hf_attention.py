@@ -84,6 +84,13 @@ def test_kv_heads_that_do_not_split_are_refused_with_the_legal_sizes():
         check_model(model, tp_size=4)
 
 
+def test_shares_for_ranks_that_do_not_exist_are_refused():
+    model = tiny_model("llama", "distdec", device="meta")
+    for shares in ({"weights": (3, 1)}, {"max_tokens": None, "num_frames": (8, 8)}):
+        with pytest.raises(ValueError, match="each of the 1 kvp ranks, got 2"):
+            make_cache(model.to_empty(device="cpu"), **shares)
+
+
 def test_geometry_names_every_window_once():
     from distdec.hf import check_model
 
@@ -194,14 +201,14 @@ def test_a_layer_that_leaves_its_window_to_the_mask_is_refused():
 
 
 def test_the_mask_decides_which_tokens_are_new():
-    from distdec.hf.cache import _new_tokens
+    from distdec.hf.padding import new_tokens
 
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]])
-    assert _new_tokens(None, [0, 0], 0, 4) == [4, 4]
-    assert _new_tokens(mask, [0, 0, 0], 0, 4) == [4, 2, 0]
-    assert _new_tokens(mask.bool(), [2, 0, 0], 2, 2) == [2, 2, 0]
+    assert new_tokens(None, [0, 0], 0, 4) == [4, 4]
+    assert new_tokens(mask, [0, 0, 0], 0, 4) == [4, 2, 0]
+    assert new_tokens(mask.bool(), [2, 0, 0], 2, 2) == [2, 2, 0]
     longer = torch.cat([mask, torch.ones(3, 1, dtype=torch.int64)], 1)
-    assert _new_tokens(longer, [4, 2, 0], 4, 1) == [1, 1, 1]
+    assert new_tokens(longer, [4, 2, 0], 4, 1) == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -217,10 +224,10 @@ def test_the_mask_decides_which_tokens_are_new():
     ],
 )
 def test_masks_that_are_not_pads_before_tokens_are_refused(match, mask, cached, past, new):
-    from distdec.hf.cache import _new_tokens
+    from distdec.hf.padding import new_tokens
 
     with pytest.raises(ValueError, match=match):
-        _new_tokens(None if mask is None else torch.tensor(mask), cached, past, new)
+        new_tokens(None if mask is None else torch.tensor(mask), cached, past, new)
 
 
 def test_a_refused_mask_leaves_the_cache_as_it_was():

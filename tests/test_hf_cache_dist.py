@@ -196,6 +196,27 @@ def test_a_loop_of_the_users_own_equals_eager(ranks):
     assert ranks(2).run(run_own_loop, "gemma2", timeout_s=TIMEOUT_S) == [True, True]
 
 
+def run_sharded_weights(family, kvp, tp):
+    from distdec.hf import DistributedCache
+    from distdec.hf.parallel import shard
+    from distdec.mesh import Mesh
+
+    mesh = Mesh.create(kvp, tp)
+    model = shard(tiny_model(family, "distdec"), mesh)
+    cache = DistributedCache(model, mesh, **OPTIONS)
+    inputs = left_padded(LENGTHS)
+    check_equal(greedy(model, inputs, cache), greedy(tiny_model(family, "eager"), inputs))
+    return cache.core.pool.k.shape[2], cache.core.local_tokens()
+
+
+@pytest.mark.parametrize(("family", "kvp", "tp"), [("llama", 2, 1), ("llama", 1, 2), ("gpt_oss", 1, 2)])
+def test_weights_may_be_sharded_too(ranks, family, kvp, tp):
+    stored = sum(LENGTHS) + len(LENGTHS) * (NEW_TOKENS - 1)
+    (heads, first), (_, second) = ranks(2).run(run_sharded_weights, family, kvp, tp, timeout_s=TIMEOUT_S)
+    assert heads == 2 // tp
+    assert (first + second, first == second) == ((stored, False) if kvp == 2 else (2 * stored, True))
+
+
 def run_full(family):
     from distdec.cache.kv_cache import CacheFull
 

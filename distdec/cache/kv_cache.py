@@ -182,6 +182,7 @@ class KVCache:
             ValueError: `length` is negative or above the current length.
         """
         seq = self._get(seq_id)
+        length = operator.index(length)
         if not 0 <= length <= seq.length:
             raise ValueError(f"length must be from 0 to {seq.length}, got {length}")
         while seq.length > length:

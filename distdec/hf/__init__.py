@@ -13,7 +13,9 @@ _NAMES = {
     "bind_engine": "attention",
     "cache_argument": "cache",
     "check_model": "support",
+    "load_sharded": "weights",
     "register": "attention",
+    "shard": "parallel",
 }
 __all__ = list(_NAMES)
 
@@ -21,4 +23,7 @@ __all__ = list(_NAMES)
 def __getattr__(name: str) -> Any:
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "load_sharded":
+        # it builds the model with attn_implementation="distdec", which this registers
+        importlib.import_module(f"{__name__}.attention")
     return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)

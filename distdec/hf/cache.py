@@ -29,6 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
 from distdec.hf.attention import KVPair, LayerCall
+from distdec.hf.padding import new_tokens
 from distdec.hf.support import UnsupportedModel, check_model
 from distdec.mesh import Mesh
 from distdec.sharded_cache import ShardedCache
@@ -101,8 +102,9 @@ class DistributedCache(Cache):
     and must come before an unrelated prompt.
 
     Args:
-        model: loaded with `attn_implementation="distdec"`, on `mesh.device`, the whole model on every kvp rank.
-        mesh: the ranks. With tp > 1 the model's heads must be split over the tp axis by its owner.
+        model: loaded with `attn_implementation="distdec"`, on `mesh.device`: the whole model on every rank, or its
+            part of the weights from `distdec.hf.parallel.shard` or `distdec.hf.weights.load_sharded` for this mesh.
+        mesh: the ranks. With tp > 1 the weights must be sharded.
         max_tokens: tokens that the pool holds over all rows and ranks, pads not counted.
         merge: merge mode; its output must be replicated.
         dtype: of the stored keys and values; default the model's.
@@ -233,7 +235,7 @@ class DistributedCache(Cache):
 
     def _reserve(self, now: _Forward, mask: Tensor | None) -> None:
         cached = [self.core.kv.length(row) for row in self.rows]
-        counts = _new_tokens(mask, cached, self.num_columns - now.num_columns, now.num_columns)
+        counts = new_tokens(mask, cached, self.num_columns - now.num_columns, now.num_columns)
         now.batch = self.core.begin_step(list(zip(self.rows, counts, strict=True)))
         if min(counts) < now.num_columns:
             width = now.num_columns
@@ -355,46 +357,3 @@ def cache_argument(cache: DistributedCache) -> dict[str, DistributedCache]:
     It is called `cache` from transformers 5.24 on and `past_key_values` before; the forward's signature decides.
     """
     return {cache.keyword: cache}
-
-
-def _new_tokens(mask: Tensor | None, cached: Sequence[int], past: int, new: int) -> list[int]:
-    """Count each row's real tokens among the new columns.
-
-    Args:
-        mask: [B, past + new], nonzero where a token is real; None: all are.
-        cached: tokens stored of each row.
-        past, new: columns before this forward and in it.
-
-    Notes:
-        Host sync: one, if there is a mask.
-
-    Example: past 0, new 4, mask [[1, 1, 1, 1], [0, 0, 1, 1]] -> [4, 2]; then past 4, new 1, a 1 appended -> [1, 1].
-    """
-    num_rows, width = len(cached), past + new
-    if mask is None:
-        if any(length != past for length in cached):
-            raise ValueError("earlier forwards had pads (attention_mask); hand the mask on, it must cover all columns")
-        return [new] * num_rows
-    if tuple(mask.shape) != (num_rows, width):
-        raise ValueError(
-            f"attention_mask must be [{num_rows}, {width}]: {past} cached and {new} new columns, got {list(mask.shape)}"
-        )
-    real = mask != 0
-    totals = real.sum(-1)
-    start = width - totals
-    fits = (real == (torch.arange(width, device=mask.device) >= start[:, None])).all(-1)
-    counts = []
-    for row, (total, good) in enumerate(torch.stack([totals, fits.to(totals.dtype)]).T.tolist()):
-        count = total - cached[row]
-        if not good:
-            raise ValueError(
-                f"attention_mask of row {row} is not pads followed by tokens (0*1*); pad on the left, and do not pad "
-                "between two calls that share a cache"
-            )
-        if count > new or count < 0 or (cached[row] and count != new):
-            raise ValueError(
-                f"attention_mask of row {row} has {total} tokens in {width} columns, but the cache holds {cached[row]} "
-                f"of the first {past}: the mask contradicts an earlier one"
-            )
-        counts.append(count)
-    return counts
