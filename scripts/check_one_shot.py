@@ -303,7 +303,10 @@ def check_times(mesh):
         ):
             splits = uniform_splits(mesh, rows, q_heads, kv_heads, num_splits)
             told = []
-            for num_warps in (1, 2, 4):
+            for num_warps in (1, 2, 4, 8):
+                if num_warps > warps and rows * q_heads > merges["float32"]._slab.channels // 2:
+                    # twice the threads: only half as many programs are sure to be resident together
+                    continue
                 one_shot_triton.NUM_WARPS = num_warps
                 for name, merge in merges.items():
                     if num_warps == warps or name == "float32":
