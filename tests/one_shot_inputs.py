@@ -56,13 +56,13 @@ class Workspace:
 
 
 def random_partials(num_ranks, tokens, heads, dim, seed=0):
-    """Partials with uneven weights; the first token has no key on rank 0, the last token none on any rank."""
+    """Partials with uneven weights; of several tokens the first has no key on rank 0, the last none on any rank."""
     g = torch.Generator().manual_seed(seed)
     partials = [
         Partial(torch.randn(tokens, heads, dim, generator=g), torch.randn(tokens, heads, generator=g) * 3)
         for _ in range(num_ranks)
     ]
-    for rank, partial in enumerate(partials):
+    for rank, partial in enumerate(partials if tokens > 1 else []):
         for token in [0, tokens - 1] if rank == 0 else [tokens - 1]:
             partial.out[token], partial.lse[token] = math.nan, NEG_INF
     return partials
