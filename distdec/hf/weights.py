@@ -125,6 +125,8 @@ def load_sharded(
     config = AutoConfig.from_pretrained(folder)
     with init_empty_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="distdec").eval()
+    # moving each parameter to meta by itself has parted those that the model shares
+    model.tie_weights()
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     with Checkpoint(folder) as checkpoint:
         fetch = _fetch_from(checkpoint, model, tied)
