@@ -71,6 +71,29 @@ def test_generate_equals_eager_on_further_families(ranks, family):
     test_generate_equals_eager(ranks, family)
 
 
+def run_few_heads(kv_heads):
+    from distdec.hf import DistributedCache
+    from distdec.hf.parallel import shard
+    from distdec.mesh import Mesh
+
+    mesh = Mesh.create()
+    eager = tiny_model("qwen2", "eager", num_key_value_heads=kv_heads)
+    model = shard(tiny_model("qwen2", "distdec", num_key_value_heads=kv_heads), mesh)
+    cache = DistributedCache(model, mesh, **OPTIONS)
+    inputs = left_padded((61, 33, 47))
+    check_equal(greedy(model, inputs, cache), greedy(eager, inputs))
+    return cache.core.local_tokens()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_four_ranks_share_fewer_kv_heads_without_a_copy(ranks, kv_heads):
+    held = ranks(4).run(run_few_heads, kv_heads, timeout_s=TIMEOUT_S)
+    # each token once, and no rank above its quarter by more than a chunk a row
+    assert sum(held) == 61 + 33 + 47 + 3 * (NEW_TOKENS - 1)
+    assert max(held) <= sum(held) / 4 + 3 * 8
+
+
 def run_without_rank_1(family):
     from distdec.ops.partial import Partial
 
