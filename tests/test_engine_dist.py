@@ -183,8 +183,10 @@ def sampled(folder, num_calls):
         engine = make_engine(folder, mesh)
         params = [SamplingParams(NEW, temperature=0.9, top_p=0.95, seed=7 + i, ignore_eos=True) for i in range(4)]
         prompts = list(zip(make_prompts(), params, strict=True))
-        calls = [prompts] if num_calls == 1 else [[prompt] for prompt in prompts]
-        return [done.token_ids for call in calls for done in engine.generate(call)]
+        if num_calls == 1:
+            return [done.token_ids for done in engine.generate(prompts)]
+        # one by one and the other way round, so that neither batch nor request id is the same
+        return [engine.generate([prompt])[0].token_ids for prompt in prompts[::-1]][::-1]
 
 
 def test_samples_depend_on_the_seed_alone(ranks, folder):
@@ -209,16 +211,17 @@ def arrivals_and_cancellations(folder):
                     engine.cancel(ids[0])  # in the middle of its prompt
                     engine.cancel(ids[3])  # waiting
                 elif step == 4:
-                    engine.add(prompts[2], GREEDY)
-                elif step == 6:
+                    ids += [engine.add(prompts[2], GREEDY), engine.add(prompts[2], GREEDY)]
+                elif step == 7:
                     engine.cancel(ids[2])  # decoding
+                    engine.cancel(ids[4])  # decoding too: two are freed by one plan
             result = engine.step()
             done.update((one.request_id, one) for one in result.completions)
             step += 1
             if result.done:
                 break
         reasons = {i: (one.finish_reason.value, len(one.token_ids)) for i, one in done.items()}
-        return reasons, list(done[4].token_ids) if mesh.is_leader else None, freed(engine) == start
+        return reasons, list(done[5].token_ids) if mesh.is_leader else None, freed(engine) == start
 
 
 def test_cancelled_requests_leave_nothing_behind_on_any_rank(ranks, folder, expected):
@@ -228,7 +231,9 @@ def test_cancelled_requests_leave_nothing_behind_on_any_rank(ranks, folder, expe
     assert reasons[3] == ("cancelled", 0)
     assert reasons[2][0] == "cancelled"
     assert 0 < reasons[2][1] < NEW
-    assert reasons[1] == reasons[4] == ("length", NEW)
+    assert reasons[4][0] == "cancelled"
+    assert 0 < reasons[4][1] < NEW
+    assert reasons[1] == reasons[5] == ("length", NEW)
     assert last == expected[2]
     assert all(clean for _, _, clean in results)
 
@@ -247,6 +252,7 @@ def refusals(folder):
         engine = make_engine(folder, mesh)
         bad = ([], [256 + 99], [-1], [1] * 500)
         told = [message_of(engine.generate, [([1, 2, 3], GREEDY), (prompt, GREEDY)]) for prompt in bad]
+        assert not engine.scheduler.has_work, "what was added beside a refused prompt is still there"
         if mesh.is_leader:
             engine.scheduler.cache = None  # a fault in planning
             engine.add([1, 2], GREEDY)
@@ -297,3 +303,15 @@ def test_the_model_s_eos_ends_a_request(folder, expected):
     assert done[0].finish_reason is FinishReason.EOS
     assert list(done[0].token_ids) == expected[3][: expected[3].index(expected[3][2]) + 1]
     assert list(done[1].token_ids) == expected[0]
+
+
+def test_a_model_with_tied_embeddings_loads_and_gives_its_tokens(tmp_path):
+    tied = str(
+        tiny_model_folder(
+            tmp_path, tie_word_embeddings=True, hidden_size=144, num_attention_heads=9, num_key_value_heads=3
+        )
+    )
+    engine = make_engine(tied, Mesh.single())
+    reference = load_reference(tied, "float32", "cpu")
+    done = engine.generate([(prompt, GREEDY) for prompt in make_prompts()])
+    assert [list(one.token_ids) for one in done] == [reference_tokens(reference, p, NEW) for p in make_prompts()]

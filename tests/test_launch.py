@@ -422,7 +422,9 @@ def test_ranks_with_different_options_are_told_which(folder, tmp_path):
         "    sys.argv += ['scheduler.prefill_slice=99', 'parallel.tp=2']\n"
         f"runpy.run_path({str(ROOT / 'launch' / 'generate.py')!r}, run_name='__main__')\n"
     )
-    process = torchrun(script, f"model.path={folder}", "prompt=a", f"output={tmp_path}/o.jsonl", "hydra.run.dir=.")
+    process = torchrun(
+        script, f"model.path={folder}", "prompt=a", f"output={tmp_path}/o.jsonl", f"hydra.run.dir={tmp_path}/run"
+    )
     _, err = process.communicate(timeout=240)
     assert process.returncode != 0
     assert err.count("error: ") == 1, err
