@@ -13,6 +13,7 @@ from distdec.request import SamplingParams, _check_float, _check_int, _help
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+QUERY_MODES = ("auto", "replicate", "gather")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 BACKENDS = ("auto", "reference", "triton")
 MODELS = ("smollm2", "path")
@@ -58,6 +59,12 @@ class ParallelConfig:
     merge: str = field(
         default="auto", metadata=_help(f"how partial attention is merged across ranks: {', '.join(MERGE_MODES)}")
     )
+    queries: str = field(
+        default="auto",
+        metadata=_help(
+            "query projection: replicate on the kvp ranks, gather from them, or auto: the faster by estimate"
+        ),
+    )
     timeout_s: float = field(
         default=120.0, metadata=_help("seconds after which a collective that waits on a lost rank fails")
     )
@@ -66,6 +73,7 @@ class ParallelConfig:
         _check_int("parallel.kvp", self.kvp, 0, None)
         _check_int("parallel.tp", self.tp, 1, None)
         _one_of("parallel.merge", self.merge, MERGE_MODES)
+        _one_of("parallel.queries", self.queries, QUERY_MODES)
         _check_float("parallel.timeout_s", self.timeout_s, 0.0, None, open_low=True)
 
     def resolve(self, world_size: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from distdec.batch import StepBatch
 from distdec.capacity import choose_max_tokens
 from distdec.config import Config
 from distdec.hf.attention import bind_engine
+from distdec.hf.sharding import merge_for
 from distdec.hf.support import Geometry, check_model
 from distdec.hf.weights import load_sharded
 from distdec.mesh import Mesh
@@ -36,14 +37,14 @@ def load_model(
     """Load this rank's part of a model folder's weights.
 
     Args:
-        config: its section model is read.
+        config: its sections model and parallel are read.
         progress: called with each parameter's name once it is in place.
 
     Raises:
         ValueError: the model cannot run on a sharded cache, or not in this layout.
     """
     dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
-    model = load_sharded(folder, mesh, dtype=dtype, progress=progress)
+    model = load_sharded(folder, mesh, dtype=dtype, queries=config.parallel.queries, progress=progress)
     check_model(model, tp_size=mesh.tp_size, engine=True)
     _read_generation_config(model, folder)
     return model
@@ -98,7 +99,8 @@ class Runner:
         geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
         cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
-        return cls(model, DistributedAttention(mesh, cache, merge=config.parallel.merge), max_tokens)
+        merge = merge_for(model, mesh, config.parallel.merge)
+        return cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
 
     @classmethod
     def load(cls, folder: str | Path, mesh: Mesh, config: Config, *, wanted_tokens: int = 0) -> Runner:

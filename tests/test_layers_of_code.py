@@ -49,7 +49,13 @@ TORCH_FREE = (
     "distdec.cache",
     "distdec.capacity",
 )
-TALKS_TO_RANKS = ("distdec.mesh", "distdec.merge_collective", "distdec.one_shot", "distdec.hf.parallel")
+TALKS_TO_RANKS = (
+    "distdec.mesh",
+    "distdec.merge_collective",
+    "distdec.one_shot",
+    "distdec.hf.parallel",
+    "distdec.hf.linears",
+)
 # functions whose parameters are the contract itself
 MANY_PARAMETERS = {"distdec.attention.__call__"}
 UNPICKLERS = ("pickle", "cloudpickle", "dill", "marshal", "shelve")

@@ -14,6 +14,8 @@ _NAMES = {
     "cache_argument": "cache",
     "check_model": "support",
     "load_sharded": "weights",
+    "merge_for": "sharding",
+    "rank_map": "sharding",
     "register": "attention",
     "shard": "parallel",
 }

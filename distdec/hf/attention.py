@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
+from distdec.hf.sharding import check_mesh, sharding_of
 from distdec.hf.support import NAME, UnsupportedModel, check_model, check_window, refuse_mask_pattern
 
 _BINDING = "_distdec_binding"
@@ -172,6 +173,8 @@ class EngineBinding:
 
     def __init__(self, model: nn.Module, attention: DistributedAttention) -> None:
         self.geometry = check_model(model, engine=True)
+        if sharding_of(model) is not None:
+            check_mesh(model, attention.mesh)
         self.model = model
         self.attention = attention
         self.batch: StepBatch | None = None
@@ -244,7 +247,7 @@ def bind_engine(model: nn.Module, attention: DistributedAttention) -> EngineBind
 
     Raises:
         UnsupportedModel: the model cannot run on a sharded cache, or not with packed rows.
-        ValueError: the model is already bound.
+        ValueError: the model is already bound, or was sharded for another mesh.
     """
     return EngineBinding(model, attention)
 

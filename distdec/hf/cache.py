@@ -30,6 +30,7 @@ from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
 from distdec.hf.attention import KVPair, LayerCall
 from distdec.hf.padding import new_tokens
+from distdec.hf.sharding import merge_for
 from distdec.hf.support import UnsupportedModel, check_model
 from distdec.mesh import Mesh
 from distdec.sharded_cache import ShardedCache
@@ -52,11 +53,11 @@ class _Forward:
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def unpack(self, out: Tensor, num_heads: int) -> Tensor:
-        """[T, columns] -> [B, S, heads, D]; pads get zeros."""
+        """[T, columns] -> [B, S, heads, columns / heads]; pads get zeros. Scattered columns come as one head."""
         if self.index is not None:
             full = out.new_zeros(self.num_rows * self.num_columns, out.shape[1])
             out = full.index_copy_(0, self.index, out)
-        return out.view(self.num_rows, self.num_columns, num_heads, -1)
+        return out.view(self.num_rows, self.num_columns, num_heads, out.shape[1] // num_heads)
 
 
 class _Layer(CacheLayerMixin):
@@ -106,7 +107,7 @@ class DistributedCache(Cache):
             part of the weights from `distdec.hf.parallel.shard` or `distdec.hf.weights.load_sharded` for this mesh.
         mesh: the ranks. With tp > 1 the weights must be sharded.
         max_tokens: tokens that the pool holds over all rows and ranks, pads not counted.
-        merge: merge mode; its output must be replicated.
+        merge: merge mode; one that scatters columns needs a model from `distdec.shard`.
         dtype: of the stored keys and values; default the model's.
         options: further arguments of `ShardedCache`, such as `num_frames` (instead of `max_tokens`), `min_chunk`,
             `weights`, `backend`. For beam search take a small `min_chunk`: each fork opens a new chunk.
@@ -144,9 +145,7 @@ class DistributedCache(Cache):
             **options,
         )
         mesh.check_same("distributed cache", repr((geometry, core.layout, core.pool.k.dtype, merge)).encode())
-        attention = DistributedAttention(mesh, core, merge=merge)
-        if not attention.merge.replicated:
-            raise ValueError(f"merge={merge!r} scatters the output; the model's own output projection needs all of it")
+        attention = DistributedAttention(mesh, core, merge=merge_for(model, mesh, merge))
         forward = inspect.signature(model.forward).parameters
         self._start(core, attention, geometry.num_layers, "cache" if "cache" in forward else "past_key_values")
         self._ids: Iterator[int] = itertools.count()
@@ -215,7 +214,9 @@ class DistributedCache(Cache):
             softcap=call.softcap,
             sinks=call.sinks,
         )
-        return now.unpack(merged.out, query.shape[1])
+        # a sharded output projection takes scattered columns as they are
+        whole = merged.out.shape[1] == query.shape[1] * self.core.pool.v_head_dim
+        return now.unpack(merged.out, query.shape[1] if whole else 1)
 
     def _open(self, num_rows: int, num_columns: int) -> _Forward:
         if self.num_columns == 0 and num_rows != len(self.rows):

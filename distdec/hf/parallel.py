@@ -21,11 +21,16 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distdec.hf.linears import GatherLinear, RowLinear, SplitNorm, VocabEmbedding
+from distdec.hf.sharding import Sharding, mark, sharding_of
 from distdec.merge import column_range
-from distdec.mesh import Mesh, all_gather, validate_layout
+from distdec.mesh import Mesh, validate_layout
+from distdec.planner import ModelShape, query_mode
+
+# norms whose root mean square runs over all heads: x / sqrt(mean(x^2) + variance_epsilon), times the weight
+_NORMS_OVER_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
 
 
 class Cut(NamedTuple):
@@ -52,41 +57,51 @@ def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return size * rank // ranks, size * (rank + 1) // ranks
 
 
-def shard(model: nn.Module, mesh: Mesh, *, queries: str = "replicate") -> nn.Module:
-    """Replace a loaded model's weights by this rank's part of them, in place.
+def shard(model: nn.Module, mesh: Mesh, *, queries: str = "auto") -> nn.Module:
+    """Replace a loaded model's weights by this rank's part of them, in place, and move it to `mesh.device`.
 
     Args:
-        model: a transformers causal LM with all its weights, the same on every rank.
+        model: a transformers causal LM with all its weights, the same on every rank; it may still be on the CPU.
         queries: `replicate` computes a tp group's queries on each of its kvp ranks, `gather` splits their projection
-            along kvp and gathers the result.
+            along kvp and gathers the result; `auto` takes what `planner.query_mode` estimates to be faster.
+
+    Returns:
+        The same model. Give it to a `DistributedCache` on the same mesh; `generate` is then used as before.
 
     Raises:
-        ValueError: heads that do not split over tp, or a module that cannot be sharded, named.
+        ValueError: heads that do not split over tp, or a module that cannot be sharded, named. The model may be in
+            parts by then: load it again.
 
     Notes:
         Collective: none here; the forward then all-reduces over all ranks once after each output projection, MLP and
         embedding, and all-gathers the logits.
     """
+    if sharding_of(model) is not None:
+        raise ValueError(f"the model is sharded already: {sharding_of(model)}")
     params = dict(model.named_parameters(remove_duplicate=False))
 
     def fetch(name: str, cut: Cut | None) -> Tensor:
         full = params[name].detach()
-        return full if cut is None else cut.of(full)
+        return (full if cut is None else cut.of(full)).to(mesh.device)
 
-    return parallelise(model, mesh, fetch, queries=queries)
+    return parallelise(model, mesh, fetch, queries=queries).to(mesh.device)
 
 
-def parallelise(model: nn.Module, mesh: Mesh, fetch: Fetch, *, queries: str = "replicate") -> nn.Module:
+def parallelise(model: nn.Module, mesh: Mesh, fetch: Fetch, *, queries: str = "auto") -> nn.Module:
     """Give every parameter of `model` this rank's part, from `fetch`, and put the collectives in.
 
     Args:
         model: parameters may be on the meta device; those that are not sharded are fetched whole.
         fetch: where the parts come from, a loaded model or a checkpoint.
+
+    Raises:
+        ValueError: as `shard`.
     """
-    if queries not in ("replicate", "gather"):
-        raise ValueError(f"queries must be 'replicate' or 'gather', got {queries!r}")
-    sharder = _Sharder(model, mesh, fetch, queries == "gather" and mesh.kvp_size > 1)
+    if queries not in ("auto", "replicate", "gather"):
+        raise ValueError(f"queries must be 'auto', 'replicate' or 'gather', got {queries!r}")
+    sharder = _Sharder(model, mesh, fetch, queries)
     sharder.run()
+    mark(model, Sharding(mesh.kvp_size, mesh.tp_size, mesh.rank, sharder.queries))
     return model
 
 
@@ -102,101 +117,19 @@ def local_heads(config: object, mesh: Mesh) -> tuple[int, int]:
     return num_q // mesh.tp_size, num_kv // mesh.tp_size
 
 
-class RowLinear(nn.Module):
-    """A linear map whose input features are split over ranks: local product, then a sum over the group.
-
-    Shapes:
-        x: [..., width] or [..., local columns]; returns [..., out_features], the same on all ranks
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, columns: tuple[int, int], group: object | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.columns = columns
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        start, stop = self.columns
-        if x.shape[-1] != stop - start:
-            x = x[..., start:stop]
-        y = F.linear(x, self.weight)
-        if self.group is not None:
-            dist.all_reduce(y, group=self.group)
-        # the bias goes on after the sum, once
-        return y if self.bias is None else y + self.bias
-
-
-class GatherLinear(nn.Module):
-    """A linear map whose output features are split over ranks and gathered.
-
-    Shapes:
-        x: [..., in_features]; returns [..., sum(sizes)], the same on all ranks of the group
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, sizes: list[int], group: object | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.sizes = sizes
-        self.group = group
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
-        if self.group is None:
-            return y
-        widest, rows = max(self.sizes), x.numel() // x.shape[-1]
-        if rows == 0:
-            # a step that only prefills wants no logits; every rank knows, so none waits for the gather
-            return y.new_empty(*x.shape[:-1], sum(self.sizes))
-        send = y.new_zeros(rows, widest)
-        send[:, : y.shape[-1]] = y.reshape(rows, y.shape[-1])
-        parts = send.new_empty(len(self.sizes) * rows, widest)
-        all_gather(parts, send, self.group)
-        parts = parts.view(len(self.sizes), rows, widest)
-        full = torch.cat([parts[r, :, :n] for r, n in enumerate(self.sizes)], -1)
-        return full.view(*x.shape[:-1], -1)
-
-
-class VocabEmbedding(nn.Module):
-    """An embedding whose rows are split over ranks: each looks up its own tokens, and the results are summed."""
-
-    def __init__(self, weight: Tensor, rows: tuple[int, int], scale: Tensor | float, group: object | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.rows = rows
-        self.group = group
-        if isinstance(scale, Tensor):
-            self.register_buffer("scale", scale, persistent=False)
-        else:
-            self.scale = scale
-
-    def forward(self, ids: Tensor) -> Tensor:
-        start, stop = self.rows
-        if stop > start:
-            mine = (ids >= start) & (ids < stop)
-            out = F.embedding((ids - start).clamp(0, stop - start - 1), self.weight)
-            out = out.masked_fill(~mine[..., None], 0)
-        else:
-            out = self.weight.new_zeros(*ids.shape, self.weight.shape[1])
-        if self.group is not None:
-            dist.all_reduce(out, group=self.group)
-        scale = self.scale
-        return out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
-
-
 class _Sharder:
     """One walk over the module tree."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, fetch: Fetch, gather_queries: bool) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, fetch: Fetch, queries: str) -> None:
         self.model = model
         self.mesh = mesh
         self.fetch = fetch
-        self.gather_queries = gather_queries
         self.config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         self.q_heads, self.kv_heads = local_heads(self.config, mesh)
+        self.queries = self._query_mode(queries)
         self.world = mesh.group if mesh.world_size > 1 else None
         self.done: set[str] = set()
+        self.num_attentions = self.num_mlps = 0
 
     def run(self) -> None:
         tied = self.model.get_output_embeddings().weight is self.model.get_input_embeddings().weight
@@ -204,16 +137,45 @@ class _Sharder:
         for name, module in modules.items():
             children = dict(module.named_children())
             own = dict(module.named_parameters(recurse=False))
-            if "o_proj" in children:
+            if "o_proj" in children and not {"q_proj", "qkv_proj"}.isdisjoint(children):
                 self._attention(name, module)
+                self.num_attentions += 1
             elif isinstance(children.get("down_proj"), nn.Linear):
                 self._mlp(name, module)
+                self.num_mlps += 1
             elif "down_proj" in own and "gate_up_proj" in own:
                 self._experts(name, module)
+                self.num_mlps += 1
+        layers = self.config.num_hidden_layers
+        if self.num_attentions != layers or self.num_mlps < layers:
+            raise ValueError(
+                f"cannot shard {type(self.model).__name__}: {self.num_attentions} of {layers} layers have an "
+                f"attention that is recognised (o_proj next to q_proj or qkv_proj), {self.num_mlps} an MLP (down_proj)"
+            )
         self._vocabulary(modules, tied)
         for name, param in list(self.model.named_parameters(remove_duplicate=False)):
             if name not in self.done:
                 self._set(name, self.fetch(name, None), like=param)
+
+    def _query_mode(self, queries: str) -> str:
+        mesh = self.mesh
+        fused = any(n.endswith(".qkv_proj") for n, _ in self.model.named_modules())
+        if queries == "gather" and fused:
+            raise ValueError("queries='gather' needs a query projection of its own; this model's is fused (qkv_proj)")
+        if queries == "auto" and not fused:
+            # from the config alone, so that every rank comes to the same answer
+            size = self.model.get_input_embeddings().weight.element_size()
+            shape = ModelShape.from_config(self.config)
+            queries = query_mode(shape, mesh.kvp_size, mesh.tp_size, dtype_bytes=size)
+        return "gather" if queries == "gather" and mesh.kvp_size > 1 else "replicate"
+
+    def _linear(self, name: str) -> nn.Linear:
+        linear = self.model.get_submodule(name)
+        shape = tuple(getattr(getattr(linear, "weight", None), "shape", ()))
+        # quantised and adapted layers also call themselves linear, but their weights are not [out, in]
+        if not isinstance(linear, nn.Linear) or shape != (linear.out_features, linear.in_features):
+            raise ValueError(f"cannot shard {name}: {type(linear).__name__} is not a plain linear layer")
+        return linear
 
     def _set(self, name: str, value: Tensor, like: Tensor | None = None) -> None:
         if like is not None and value.dtype != like.dtype:
@@ -230,17 +192,17 @@ class _Sharder:
         setattr(self.model.get_submodule(path), leaf, module)
         self.done.update(f"{name}.{n}" for n, _ in module.named_parameters())
 
-    def _row_linear(self, name: str, width: int, cut: tuple[int, int], columns: tuple[int, int]) -> None:
-        linear = self.model.get_submodule(name)
+    def _row_linear(self, name: str, width: int, cut: tuple[int, int], inputs: int, columns: tuple[int, int]) -> None:
+        linear = self._linear(name)
         if linear.in_features != width:
             raise ValueError(f"cannot shard {name}: {linear.in_features} input features, expected {width}")
         dtype = linear.weight.dtype
         weight = self.fetch(f"{name}.weight", Cut(1, (cut,))).to(dtype)
         bias = None if linear.bias is None else self.fetch(f"{name}.bias", None).to(dtype)
-        self._replace(name, RowLinear(weight, bias, columns, self.world))
+        self._replace(name, RowLinear(weight, bias, inputs, columns, self.world))
 
     def _columns(self, name: str, ranges: tuple[tuple[int, int], ...]) -> None:
-        linear = self.model.get_submodule(name)
+        linear = self._linear(name)
         self._cut(f"{name}.weight", Cut(0, ranges))
         if linear.bias is not None:
             self._cut(f"{name}.bias", Cut(0, ranges))
@@ -251,7 +213,7 @@ class _Sharder:
         children = dict(module.named_children())
         tp, t = mesh.tp_size, mesh.tp_rank
         head_dim = module.head_dim
-        self._check_norms(name, children, head_dim)
+        self._norms(name, children, head_dim)
         q_width, kv_width = self.q_heads * head_dim, self.kv_heads * head_dim
         q_range = (t * q_width, (t + 1) * q_width)
         kv_range = (t * kv_width, (t + 1) * kv_width)
@@ -271,12 +233,12 @@ class _Sharder:
             self._cut(f"{name}.sinks", Cut(0, ((t * self.q_heads, (t + 1) * self.q_heads),)))
         columns = column_range(q_width, mesh.kvp_size, mesh.kvp_rank)
         cut = (t * q_width + columns[0], t * q_width + columns[1])
-        self._row_linear(f"{name}.o_proj", tp * q_width, cut, columns)
+        self._row_linear(f"{name}.o_proj", tp * q_width, cut, q_width, columns)
 
     def _queries(self, name: str, q_range: tuple[int, int]) -> None:
         mesh = self.mesh
-        linear = self.model.get_submodule(name)
-        if not self.gather_queries or not isinstance(linear, nn.Linear):
+        linear = self._linear(name)
+        if self.queries == "replicate":
             self._columns(name, (q_range,))
             return
         width = q_range[1] - q_range[0]
@@ -288,13 +250,25 @@ class _Sharder:
         bias = None if linear.bias is None else self.fetch(f"{name}.bias", cut).to(dtype)
         self._replace(name, GatherLinear(weight, bias, [b - a for a, b in bounds], mesh.kvp_group))
 
-    def _check_norms(self, name: str, children: dict[str, nn.Module], head_dim: int) -> None:
-        for norm in ("q_norm", "k_norm"):
-            weight = getattr(children.get(norm), "weight", None)
-            if self.mesh.tp_size > 1 and weight is not None and weight.numel() != head_dim:
+    def _norms(self, name: str, children: dict[str, nn.Module], head_dim: int) -> None:
+        """Cut the norms of queries and keys, where they have a weight for each head."""
+        tp, t = self.mesh.tp_size, self.mesh.tp_rank
+        for leaf, heads in (("q_norm", self.q_heads), ("k_norm", self.kv_heads)):
+            norm = children.get(leaf)
+            weight = getattr(norm, "weight", None)
+            if weight is None or weight.numel() == head_dim or tp == 1:
+                continue
+            if tuple(weight.shape) == (heads * tp, head_dim):
+                self._cut(f"{name}.{leaf}.weight", Cut(0, ((t * heads, (t + 1) * heads),)))
+            elif weight.numel() == heads * tp * head_dim and type(norm).__name__ in _NORMS_OVER_HEADS:
+                width = heads * head_dim
+                part = self.fetch(f"{name}.{leaf}.weight", Cut(0, ((t * width, (t + 1) * width),))).to(weight.dtype)
+                new = SplitNorm(part, weight.numel(), norm.variance_epsilon, self.mesh.tp_group)
+                self._replace(f"{name}.{leaf}", new)
+            else:
                 raise ValueError(
-                    f"{name}.{norm} normalises over {weight.numel()} features, more than one head of {head_dim}: it "
-                    f"cannot be split over tp={self.mesh.tp_size}; use tp=1 and more kvp ranks"
+                    f"{name}.{leaf} ({type(norm).__name__}) normalises over {weight.numel()} features, more than one "
+                    f"head of {head_dim}: it cannot be split over tp={tp}; use tp=1 and more kvp ranks"
                 )
 
     def _mlp(self, name: str, module: nn.Module) -> None:
@@ -307,7 +281,7 @@ class _Sharder:
             for part in ("gate_proj", "up_proj"):
                 if part in children:
                     self._columns(f"{name}.{part}", ((start, stop),))
-        self._row_linear(f"{name}.down_proj", width, (start, stop), (start, stop))
+        self._row_linear(f"{name}.down_proj", width, (start, stop), width, (start, stop))
 
     def _experts(self, name: str, module: nn.Module) -> None:
         gate_up, down = module.gate_up_proj, module.down_proj
@@ -326,8 +300,8 @@ class _Sharder:
             self._cut(f"{name}.down_proj", Cut(2, ((start, stop),)))
         if hasattr(module, "down_proj_bias") and rank:
             # each rank would add it to its own part of the sum
-            bias = self.fetch(f"{name}.down_proj_bias", None)
-            self._set(f"{name}.down_proj_bias", torch.zeros_like(bias), like=module.down_proj_bias)
+            bias = module.down_proj_bias
+            self._set(f"{name}.down_proj_bias", torch.zeros(bias.shape, dtype=bias.dtype, device=self.mesh.device))
         if self.world is not None:
             module.register_forward_hook(_sum_over(self.world))
 

@@ -1,0 +1,103 @@
+"""What is known of a model whose weights were sharded: over which mesh, and which heads each rank has.
+
+The mark that `parallel.shard` leaves on a model is read where a cache or an engine is put on it, so that a model and a
+cache of different layouts never meet, and a merge that scatters columns only feeds an output projection cut to match.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from distdec.merge import Merge, make_merge
+from distdec.mesh import Mesh, validate_layout
+
+_MARK = "_distdec_sharding"
+
+
+class Sharding(NamedTuple):
+    """How a model's weights are sharded; `queries` is `replicate` or `gather`."""
+
+    kvp_size: int
+    tp_size: int
+    rank: int
+    queries: str
+
+
+class RankHeads(NamedTuple):
+    """The heads of one rank, as ranges of the model's."""
+
+    rank: int
+    kvp_rank: int
+    tp_rank: int
+    q_heads: range
+    kv_heads: range
+
+
+def mark(model: Any, sharding: Sharding) -> None:
+    """Note on a model how it was sharded."""
+    setattr(model, _MARK, sharding)
+
+
+def sharding_of(model: Any) -> Sharding | None:
+    """Return how `parallel.shard` sharded a model, None if it did not."""
+    return getattr(model, _MARK, None)
+
+
+def rank_map(kvp: int, tp: int, num_q_heads: int, num_kv_heads: int) -> list[RankHeads]:
+    """List the heads of every rank: the same along kvp, a stretch of whole groups along tp.
+
+    Raises:
+        ValueError: an illegal layout.
+
+    Example: kvp 2, tp 2, 8 query and 2 KV heads: ranks 0 and 1 have queries 0-3 and KV head 0, ranks 2 and 3 the rest.
+    """
+    validate_layout(kvp * tp, kvp, tp, num_q_heads, num_kv_heads)
+    q, kv = num_q_heads // tp, num_kv_heads // tp
+    return [
+        RankHeads(t * kvp + s, s, t, range(t * q, (t + 1) * q), range(t * kv, (t + 1) * kv))
+        for t in range(tp)
+        for s in range(kvp)
+    ]
+
+
+def check_mesh(model: Any, mesh: Mesh) -> None:
+    """Refuse a model that was sharded for another mesh than the one it is about to run on.
+
+    Raises:
+        ValueError: layout or rank differ.
+    """
+    done = sharding_of(model)
+    if done is not None and done[:3] != (mesh.kvp_size, mesh.tp_size, mesh.rank):
+        raise ValueError(
+            f"the model's weights are those of rank {done.rank} of kvp {done.kvp_size} x tp {done.tp_size}, "
+            f"the cache's mesh is rank {mesh.rank} of kvp {mesh.kvp_size} x tp {mesh.tp_size}"
+        )
+
+
+def merge_for(model: Any, mesh: Mesh, mode: str) -> Merge:
+    """Build the merge that a model's output projection can take.
+
+    A projection that `parallel.shard` cut takes scattered columns as well as whole rows, and `auto` then scatters,
+    which moves less; the model's own projection needs all columns on every rank.
+
+    Args:
+        mode: as in `make_merge`.
+
+    Raises:
+        ValueError: the model was sharded for another mesh, or it was not and the mode scatters.
+
+    Notes:
+        Collective: as `make_merge`.
+    """
+    check_mesh(model, mesh)
+    whole = sharding_of(model) is None
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads // mesh.tp_size
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    merge = make_merge(mode, mesh, replicated=whole, num_heads=heads, head_dim=head_dim)
+    if whole and not merge.replicated:
+        raise ValueError(
+            f"merge={mode!r} scatters the output; the model's own output projection needs all of it. "
+            "distdec.shard(model, mesh) cuts it to match"
+        )
+    return merge
