@@ -318,9 +318,12 @@ class _Sharder:
         scale = getattr(embedding, "embed_scale", 1.0)
         new = VocabEmbedding(weight, bounds[rank], scale, self.world)
         self._replace(in_name, new)
-        head_weight = new.weight.data if tied else self.fetch(f"{out_name}.weight", cut).to(dtype)
+        head_weight = new.weight if tied else self.fetch(f"{out_name}.weight", cut).to(dtype)
         bias = None if head.bias is None else self.fetch(f"{out_name}.bias", cut).to(dtype)
-        self._replace(out_name, GatherLinear(head_weight, bias, [b - a for a, b in bounds], self.world))
+        new_head = GatherLinear(head_weight, bias, [b - a for a, b in bounds], self.world)
+        if tied:
+            new_head.weight = new.weight
+        self._replace(out_name, new_head)
 
 
 def _sum_over(group: object) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:

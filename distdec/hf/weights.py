@@ -55,10 +55,10 @@ class Checkpoint:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         if not index.exists() and not single.exists():
-            others = sorted(p.name for p in folder.glob("*.bin")) if folder.is_dir() else []
-            hint = f"; {others[0]} is not read: unpickling it may run code. Convert it with save_pretrained"
+            pickled = next((p.name for p in sorted(folder.glob("*.bin"))), None) if folder.is_dir() else None
+            hint = f"; {pickled} is not read: unpickling it may run code. Convert it with save_pretrained"
             raise FileNotFoundError(
-                f"no model.safetensors or model.safetensors.index.json in {folder}{hint if others else ''}"
+                f"no model.safetensors or model.safetensors.index.json in {folder}{hint if pickled else ''}"
             )
         self._open: dict[Path, Any] = {}
         self._mapped: dict[Path, int] = {}
@@ -148,6 +148,9 @@ def load_sharded(
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from distdec.hf.attention import register
+
+    register()
     config = AutoConfig.from_pretrained(folder)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
