@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from distdec.config import (
+    MERGE_MODES,
     CacheConfig,
     Config,
     ModelConfig,
@@ -123,3 +124,9 @@ def test_configuration_and_scheduler_need_neither_torch_nor_hydra():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_the_merges_that_can_be_asked_for_are_those_that_exist():
+    from distdec.merge import MODES
+
+    assert set(MERGE_MODES) == {"auto", *MODES}
