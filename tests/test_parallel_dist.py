@@ -1,6 +1,7 @@
 """Sharded weights on a sharded cache give the tokens and logits of one process, in every layout, or are refused."""
 
 import pytest
+import torch
 from hf_models import FAMILIES, tiny_model
 from tp_inputs import error, generated, packed, truth
 
@@ -60,3 +61,211 @@ def test_every_layout_equals_eager(ranks, kvp, tp):
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_in_every_layout_and_way_equals_eager(ranks, family, kvp, tp):
     check(ranks, family, kvp, tp, WAYS)
+
+
+# two KV heads, sizes that divide by 8
+WIDE = (("hidden_size", 64), ("intermediate_size", 128), ("vocab_size", 104), ("tie_word_embeddings", False))
+SHARDED = ("embed_tokens", "lm_head", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def shares(kvp, tp, queries, prompts, want):
+    """Error of the logits; this rank's elements of each kind of weight; tokens and KV bytes that it holds."""
+    from distdec import shard
+    from distdec.mesh import Mesh
+
+    with Mesh.create(kvp, tp, device="cpu") as mesh:
+        model = shard(tiny_model("llama", "distdec", **dict(WIDE)), mesh, queries=queries)
+        held = {}
+        for name, parameter in model.named_parameters():
+            kind = next((part for part in (*SHARDED, "q_proj", "k_proj", "v_proj") if part in name), "norm")
+            held[kind] = held.get(kind, 0) + parameter.numel()
+        *got, cache = packed(model, mesh, "auto", prompts, 3, max_tokens=4096)
+        wrong = error(got, want)
+        tokens = [cache.kv.local_length(seq, mesh.kvp_rank) for seq in range(len(prompts))]
+        stored = torch.isfinite(cache.pool.k[:, :, :, 0]).sum().item()
+        return wrong, held, tokens, stored * 2 * 16 * 4
+
+
+def whole_sizes():
+    held = {}
+    for name, parameter in tiny_model("llama", "eager", **dict(WIDE)).named_parameters():
+        kind = next((part for part in (*SHARDED, "q_proj", "k_proj", "v_proj") if part in name), "norm")
+        held[kind] = held.get(kind, 0) + parameter.numel()
+    return held
+
+
+def unpadded_truth(prompts, new_tokens):
+    model = tiny_model("llama", "eager", **dict(WIDE))
+    tokens, logits = [], torch.empty(new_tokens, len(prompts), 104)
+    for row, prompt in enumerate(prompts):
+        out = model.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=new_tokens,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens.append(out.sequences[0, len(prompt) :].tolist())
+        logits[:, row] = torch.cat(out.logits)
+    return tokens, logits
+
+
+def check_shares(ranks, kvp, tp, queries):
+    """Two KV heads on more ranks than that: weights, keys and values are divided by the number of ranks."""
+    world = kvp * tp
+    generator = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(3, 104, (n,), generator=generator).tolist() for n in (203, 64)]
+    want = unpadded_truth(prompts, 3)
+    whole = whole_sizes()
+    results = ranks(world).run(shares, kvp, tp, queries, prompts, want, timeout_s=TIMEOUT_S)
+    lengths = [len(prompt) + 2 for prompt in prompts]
+    # three layers, two KV heads of 16, keys and values in float32
+    per_token = 3 * 2 * 16 * 2 * 4
+    assert sum(kv for *_, kv in results) == sum(lengths) * per_token
+    for wrong, held, tokens, kv in results:
+        assert wrong <= TOLERANCE
+        for length, local in zip(lengths, tokens, strict=True):
+            assert abs(local - length / kvp) <= 8  # max_chunk
+        assert abs(kv - sum(lengths) * per_token / world) <= len(prompts) * 8 * per_token / tp
+        for kind, size in whole.items():
+            ranks_of = world if kind in SHARDED else tp
+            if kind == "q_proj" and queries == "gather":
+                ranks_of = world
+            if kind == "norm":
+                ranks_of = 1
+            assert held[kind] == pytest.approx(size / ranks_of, rel=0.05), kind
+
+
+@pytest.mark.parametrize(("kvp", "tp", "queries"), [(4, 1, "replicate"), (2, 2, "gather")])
+def test_two_kv_heads_on_four_ranks_are_not_repeated(ranks, kvp, tp, queries):
+    check_shares(ranks, kvp, tp, queries)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kvp", "tp", "queries"), [(8, 1, "replicate"), (8, 1, "gather"), (4, 2, "gather")])
+def test_two_kv_heads_on_eight_ranks_are_not_repeated(ranks, kvp, tp, queries):
+    check_shares(ranks, kvp, tp, queries)
+
+
+HEADS = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1), (3, 3), (4, 1), (4, 2), (6, 1), (8, 1), (8, 2)]
+
+
+def with_heads(num_kv_heads, group_size):
+    num_q_heads = num_kv_heads * group_size
+    sizes = {"num_key_value_heads": num_kv_heads, "num_attention_heads": num_q_heads, "head_dim": 8}
+    return (*sizes.items(), ("hidden_size", 8 * num_q_heads), ("num_hidden_layers", 1))
+
+
+def every_head_count(kvp, tp, wants):
+    """For each head count: the error of the logits, or what the refusal says."""
+    from distdec import shard
+    from distdec.mesh import Mesh
+
+    found = []
+    with Mesh.create(kvp, tp, device="cpu") as mesh:
+        for heads, want in zip(HEADS, wants, strict=True):
+            model = tiny_model("llama", "distdec", **dict(with_heads(*heads)))
+            try:
+                model = shard(model, mesh)
+            except ValueError as refusal:
+                found.append(str(refusal))
+                continue
+            *got, _ = packed(model, mesh, "auto", new_tokens=2)
+            found.append(error(got, want))
+    return found
+
+
+def check_layouts(ranks, world):
+    wants = []
+    for heads in HEADS:
+        tokens, logits = truth("llama", with_heads(*heads))
+        wants.append(([made[:2] for made in tokens], logits[:2]))
+    for tp in range(1, world + 1):
+        if world % tp:
+            continue
+        kvp = world // tp
+        for found in ranks(world).run(every_head_count, kvp, tp, wants, timeout_s=TIMEOUT_S):
+            for (num_kv_heads, group_size), result in zip(HEADS, found, strict=True):
+                if num_kv_heads % tp:
+                    told = f"kvp={kvp}, tp={tp}, num_q_heads={num_kv_heads * group_size}, num_kv_heads={num_kv_heads}"
+                    assert told in result
+                else:
+                    assert result <= TOLERANCE, (kvp, tp, num_kv_heads, group_size)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_layout_is_right_or_refused(ranks, world):
+    check_layouts(ranks, world)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [5, 6, 7, 8])
+def test_a_layout_of_many_ranks_is_right_or_refused(ranks, world):
+    check_layouts(ranks, world)
+
+
+def run_whole_model(num_kv_heads):
+    """What a model that nobody sharded does on a mesh with tp 2."""
+    from distdec.mesh import Mesh
+
+    with Mesh.create(1, 2, device="cpu") as mesh:
+        model = tiny_model("llama", "distdec", **dict(with_heads(num_kv_heads, 2)))
+        with pytest.raises(ValueError) as refusal:
+            packed(model, mesh, "auto")
+        return str(refusal.value)
+
+
+def test_a_whole_model_on_a_mesh_that_splits_heads_is_refused(ranks):
+    for told in ranks(2).run(run_whole_model, 2, timeout_s=TIMEOUT_S):
+        assert "expected k" in told
+
+
+def places(kvp, tp):
+    """(query heads, KV heads, kvp rank) that this rank's weights and cache have, from the weights' values."""
+    from distdec import shard
+    from distdec.mesh import Mesh
+
+    model = tiny_model("llama", "distdec")
+    attention = model.model.layers[0].self_attn
+    with torch.no_grad():
+        # every row of a head's projection holds the head's number
+        for part, heads in (("q_proj", 8), ("k_proj", 2), ("v_proj", 2)):
+            numbers = torch.arange(heads).repeat_interleave(16)
+            getattr(attention, part).weight.copy_(numbers[:, None].expand(-1, 48))
+    with Mesh.create(kvp, tp, device="cpu") as mesh:
+        shard(model, mesh)
+        found = [sorted(set(getattr(attention, p).weight.flatten().int().tolist())) for p in ("q_proj", "k_proj")]
+        assert torch.equal(attention.k_proj.weight, attention.v_proj.weight)
+        return mesh.rank, mesh.kvp_rank, mesh.tp_rank, *found
+
+
+@pytest.mark.parametrize(("kvp", "tp"), [(4, 1), (2, 2)])
+def test_ranks_of_a_kvp_group_have_the_same_heads_as_the_map_says(ranks, kvp, tp):
+    from distdec.hf import rank_map
+
+    found = ranks(kvp * tp).run(places, kvp, tp, timeout_s=TIMEOUT_S)
+    told = [(r.rank, r.kvp_rank, r.tp_rank, list(r.q_heads), list(r.kv_heads)) for r in rank_map(kvp, tp, 8, 2)]
+    assert found == told
+
+
+def chosen(layouts):
+    """What `queries="auto"` came to on this rank in each layout, small and with a projection worth dividing."""
+    from distdec.hf.parallel import shard
+    from distdec.hf.sharding import sharding_of
+    from distdec.mesh import Mesh
+
+    big = {"hidden_size": 6144, "num_attention_heads": 96, "num_key_value_heads": 4, "head_dim": 128}
+    big |= {"num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 16}
+    found = []
+    for kvp, tp in layouts:
+        with Mesh.create(kvp, tp, device="cpu") as mesh:
+            small = shard(tiny_model("llama", "distdec"), mesh, queries="auto")
+            wide = tiny_model("llama", "distdec", device="meta", **big)
+            mesh.device = torch.device("meta")
+            found.append((sharding_of(small).queries, sharding_of(shard(wide, mesh)).queries))
+    return found
+
+
+def test_all_ranks_choose_the_same_way_for_queries(ranks):
+    found = ranks(4).run(chosen, [(4, 1), (2, 2)], timeout_s=TIMEOUT_S)
+    assert found == [[("replicate", "gather"), ("replicate", "gather")]] * 4
