@@ -13,12 +13,17 @@ import datetime
 import hashlib
 import operator
 import os
+import warnings
 import zlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+
+from distdec.degrees import across_hosts, check_degrees
+from distdec.degrees import legal_layouts as legal_layouts
+from distdec.degrees import validate_layout as validate_layout
 
 # integers of a plan that travel in the first broadcast, behind the header; longer plans take a second one
 _FIRST_WORDS = 509
@@ -30,48 +35,6 @@ MAX_AGREED = 1 << 20
 # torch 2.13 renames both and warns at each call of the older name
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
-def legal_layouts(num_ranks: int, num_q_heads: int, num_kv_heads: int) -> list[tuple[int, int]]:
-    """List every legal (kvp, tp) of a number of ranks: KV heads go to the tp axis in whole groups, kvp is free.
-
-    Example: 8 ranks, 32 query heads, 2 KV heads -> [(8, 1), (4, 2)].
-    """
-    if min(num_ranks, num_q_heads, num_kv_heads) < 1 or num_q_heads % num_kv_heads:
-        return []
-    return [(num_ranks // tp, tp) for tp in range(1, num_ranks + 1) if num_ranks % tp == 0 and num_kv_heads % tp == 0]
-
-
-def validate_layout(num_ranks: int, kvp: int, tp: int, num_q_heads: int, num_kv_heads: int) -> None:
-    """Check a layout against a model: the only such check, pure and free of process groups.
-
-    More ranks than KV heads is the normal case: the surplus goes to the kvp axis.
-
-    Args:
-        num_ranks: ranks of the mesh (the world, or the subset of it that the mesh spans).
-        kvp: ranks along which one sequence's tokens are sharded.
-        tp: ranks along which heads are sharded.
-        num_q_heads: query heads of the model, before sharding.
-        num_kv_heads: KV heads of the model, before sharding.
-
-    Raises:
-        ValueError: the layout is illegal; the message has every number and the legal layouts.
-    """
-    if min(num_ranks, kvp, tp, num_q_heads, num_kv_heads) < 1:
-        fault = "every number must be at least 1"
-    elif num_q_heads % num_kv_heads:
-        fault = f"the query heads do not form whole groups: {num_q_heads} is not a multiple of {num_kv_heads}"
-    elif kvp * tp != num_ranks:
-        fault = f"kvp x tp = {kvp} x {tp} = {kvp * tp} is not the number of ranks, {num_ranks}"
-    elif num_kv_heads % tp:
-        fault = f"tp = {tp} does not divide the {num_kv_heads} KV heads; give the surplus ranks to kvp"
-    else:
-        return
-    legal = ", ".join(str(pair) for pair in legal_layouts(num_ranks, num_q_heads, num_kv_heads)) or "none"
-    raise ValueError(
-        f"illegal layout: {fault} (ranks={num_ranks}, kvp={kvp}, tp={tp}, num_q_heads={num_q_heads}, "
-        f"num_kv_heads={num_kv_heads}); legal (kvp, tp): {legal}"
-    )
 
 
 class Mesh:
@@ -151,7 +114,7 @@ class Mesh:
         launched = not made_world or "RANK" in os.environ
         world_size = _world_size()
         members = list(range(world_size)) if ranks is None else [operator.index(r) for r in ranks]
-        kvp = _check_degrees(members, world_size, kvp, tp)
+        kvp = check_degrees(members, world_size, kvp, tp)
         device = _pick_device(device)
         if not launched:
             return cls.single(device)
@@ -165,6 +128,8 @@ class Mesh:
         mesh = cls(members, members.index(world_rank), kvp, device)
         mesh._made_world = made_world
         mesh._make_groups(members, kvp, timeout)
+        if mesh.is_leader:
+            _warn_across_hosts(members, kvp)
         return mesh
 
     def _make_groups(self, members: list[int], kvp: int, timeout: datetime.timedelta) -> None:
@@ -339,21 +304,18 @@ def reduce_scatter(output: torch.Tensor, addends: torch.Tensor, group: ProcessGr
     _reduce_scatter(output, addends, group=group)
 
 
-def _check_degrees(members: list[int], world_size: int, kvp: int | None, tp: int) -> int:
-    """Check ranks and degrees; return kvp."""
-    num_ranks = len(members)
-    if members != sorted(set(members)) or not members or members[0] < 0 or members[-1] >= world_size:
-        raise ValueError(f"ranks must be ascending world ranks from 0 to {world_size - 1}, got {members}")
-    if tp < 1 or (kvp is not None and kvp < 1):
-        raise ValueError(f"kvp and tp must be at least 1, got kvp={kvp}, tp={tp}")
-    chosen = num_ranks // tp if kvp is None else kvp
-    if chosen * tp != num_ranks:
-        pairs = [(num_ranks // t, t) for t in range(1, num_ranks + 1) if num_ranks % t == 0]
-        raise ValueError(
-            f"kvp x tp must be the number of ranks: kvp={kvp}, tp={tp}, {num_ranks} ranks in the mesh, "
-            f"{world_size} in the world; legal (kvp, tp): {', '.join(map(str, pairs))}"
+def _warn_across_hosts(members: list[int], kvp: int) -> None:
+    """Say when a kvp group does not lie inside one host, as far as torchrun tells."""
+    per_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    groups = across_hosts(members, kvp, per_host) if per_host else []
+    if groups:
+        warnings.warn(
+            f"kvp={kvp}: {len(groups)} of {len(members) // kvp} kvp groups span hosts of {per_host} ranks, the first "
+            f"is {groups[0]}: every layer's merge then goes over the network. A kvp that divides {per_host} stays "
+            "inside a host; the other ranks can go to tp, as far as it divides the KV heads",
+            RuntimeWarning,
+            stacklevel=3,
         )
-    return chosen
 
 
 def _world_size() -> int:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     "distdec.config": 0,
     "distdec.request": 0,
+    "distdec.degrees": 0,
     "distdec.ops": 0,
     "distdec.cache": 1,
     "distdec.mesh": 1,
@@ -43,6 +44,7 @@ LEVELS = {
 }
 TORCH_FREE = (
     "distdec.config",
+    "distdec.degrees",
     "distdec.request",
     "distdec.scheduler",
     "distdec.merge_choice",

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distdec.degrees import across_hosts
 from distdec.mesh import MAX_AGREED, Mesh, legal_layouts, validate_layout
 
 small = st.integers(min_value=1, max_value=16)
@@ -65,6 +66,15 @@ def test_the_refusal_has_every_number(numbers, told):
     every = f"(ranks={ranks}, kvp={kvp}, tp={tp}, num_q_heads={q_heads}, num_kv_heads={kv_heads})"
     assert told in str(error.value)
     assert every in str(error.value)
+
+
+def test_groups_across_hosts_are_found():
+    assert across_hosts(range(8), 4, 4) == []
+    assert across_hosts(range(8), 8, 4) == [list(range(8))]
+    assert across_hosts(range(6), 2, 3) == [[2, 3]]
+    # a mesh over a part of the world
+    assert across_hosts([1, 3, 4, 6], 2, 4) == []
+    assert across_hosts([1, 3, 6, 9], 2, 8) == [[6, 9]]
 
 
 def test_single_mesh_needs_no_process_group():

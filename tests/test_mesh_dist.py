@@ -89,6 +89,26 @@ def test_wrong_degrees_are_refused_on_every_rank_with_all_numbers(ranks):
         assert "got [3, 4]" in told
 
 
+def told_about_hosts(kvp, tp, ranks_per_host):
+    os.environ["LOCAL_WORLD_SIZE"] = str(ranks_per_host)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            with Mesh.create(kvp, tp, device="cpu", timeout_s=20) as mesh:
+                mesh.barrier()
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+    return [str(w.message) for w in told if issubclass(w.category, RuntimeWarning)]
+
+
+def test_rank_0_warns_of_kvp_groups_that_span_hosts(ranks):
+    assert ranks(4).run(told_about_hosts, 2, 2, 2) == [[]] * 4
+    assert ranks(4).run(told_about_hosts, 4, 1, 4) == [[]] * 4
+    [told], *others = ranks(4).run(told_about_hosts, 4, 1, 2)
+    assert "1 of 1 kvp groups span hosts of 2 ranks, the first is [0, 1, 2, 3]" in told
+    assert others == [[]] * 3
+
+
 def agree_on(lengths):
     with Mesh.create(device="cpu", timeout_s=20) as mesh:
         plans = [[7 * i - (1 << 62) for i in range(length)] for length in lengths]
