@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from distdec.batch import StepBatch
-from distdec.merge import Merge, Merged, make_merge
+from distdec.merge import CollectiveMerge, Merge, Merged, make_merge
 from distdec.mesh import Mesh
 from distdec.one_shot import OneShotMerge
 from distdec.ops.partial import Partial
@@ -83,15 +86,14 @@ class DistributedAttention:
         self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
         self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        out_dtype = self.out_dtype or q.dtype
+        options = {"scale": scale, "window": window, "softcap": softcap}
+        pools, out_dtype = (k_pool, v_pool), self.out_dtype or q.dtype
         if self._fuses(q, v_pool, batch):
-            part, options = batch.decode, {"scale": scale, "window": window, "softcap": softcap}
-            tables = batch.tables("decode", window)
-            splits = self.cache.backend.decode_splits(
-                q, k_pool, v_pool, tables, batch.q_positions, part.max_q_len, **options
-            )
+            splits = self._section(self.cache.backend.decode_splits, "decode", q, pools, batch, options)
             return self.merge.merge_splits(splits, sinks=sinks, out_dtype=out_dtype)
-        partial = self._partial(q, k_pool, v_pool, batch, scale, window, softcap)
+        if self._alone():
+            return self._finish(q, pools, batch, options, out_dtype, sinks)
+        partial = self._partial(q, pools, batch, options)
         return self.merge(partial, sinks=sinks, out_dtype=out_dtype)
 
     def _fuses(self, q: Tensor, v_pool: Tensor, batch: StepBatch) -> bool:
@@ -104,49 +106,73 @@ class DistributedAttention:
             and self.merge.fits(batch.num_tokens, q.shape[1], v_pool.shape[-1])
         )
 
-    def _partial(
-        self, q: Tensor, k_pool: Tensor, v_pool: Tensor, batch: StepBatch, scale: float, window: int, softcap: float
-    ) -> Partial:
+    def _alone(self) -> bool:
+        """Tell whether there is nobody to merge with and the ops write what the layer hands on."""
         ops = self.cache.backend
-        parts = []
+        kernels = ops.decode_splits is not None and ops.finish_splits is not None and ops.fold_ranks is not None
+        return kernels and self.mesh.kvp_size == 1 and type(self.merge) is CollectiveMerge
+
+    def _finish(
+        self,
+        q: Tensor,
+        pools: tuple[Tensor, Tensor],
+        batch: StepBatch,
+        options: dict[str, Any],
+        out_dtype: torch.dtype,
+        sinks: Tensor | None,
+    ) -> Merged:
+        """Attend on one rank: two launches for the decode rows, and for the others one more than their kernel."""
+        ops, heads, dim = self.cache.backend, q.shape[1], pools[1].shape[-1]
+        if sinks is not None and sinks.shape != (heads,):
+            raise ValueError(f"expected sinks [{heads}], one a query head, got {tuple(sinks.shape)}")
+        out = torch.empty((batch.num_tokens, heads, dim), dtype=out_dtype, device=q.device)
+        lse = torch.empty((batch.num_tokens, heads), dtype=torch.float32, device=q.device)
         if batch.decode is not None:
-            part = batch.decode
-            parts.append(
-                ops.decode(
-                    q[: part.num_tokens],
-                    k_pool,
-                    v_pool,
-                    batch.tables("decode", window),
-                    batch.q_positions[: part.num_tokens],
-                    part.max_q_len,
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                )
-            )
+            some = slice(0, batch.decode.num_tokens)
+            splits = self._section(ops.decode_splits, "decode", q, pools, batch, options)
+            ops.finish_splits(splits, out=out[some], lse=lse[some], finish=True, sinks=sinks)
         if batch.prefill is not None:
-            part = batch.prefill
-            parts.append(
-                ops.prefill(
-                    q[part.first_token :],
-                    k_pool,
-                    v_pool,
-                    batch.tables("prefill", window),
-                    batch.q_positions[part.first_token :],
-                    part.q_indptr,
-                    part.max_q_len,
-                    scale=scale,
-                    window=window,
-                    softcap=softcap,
-                )
-            )
+            some = slice(batch.prefill.first_token, None)
+            partial = self._section(ops.prefill, "prefill", q, pools, batch, options)
+            ops.fold_ranks(partial.out[None], partial.lse[None], out=out[some], lse=lse[some], sinks=sinks)
+        return Merged(out.flatten(1), lse, (0, heads * dim))
+
+    def _partial(self, q: Tensor, pools: tuple[Tensor, Tensor], batch: StepBatch, options: dict[str, Any]) -> Partial:
+        ops, parts = self.cache.backend, []
+        if batch.decode is not None:
+            parts.append(self._section(ops.decode, "decode", q, pools, batch, options))
+        if batch.prefill is not None:
+            parts.append(self._section(ops.prefill, "prefill", q, pools, batch, options))
         if not parts:
             # a step without tokens still enters the merge, so that ranks never disagree on the collectives
-            shape = (0, q.shape[1], v_pool.shape[-1])
+            shape = (0, q.shape[1], pools[1].shape[-1])
             return Partial(q.new_zeros(shape, dtype=torch.float32), q.new_zeros(shape[:2], dtype=torch.float32))
         if len(parts) == 1:
             return parts[0]
         return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
+
+    def _section(
+        self,
+        op: Callable[..., Any],
+        name: str,
+        q: Tensor,
+        pools: tuple[Tensor, Tensor],
+        batch: StepBatch,
+        options: dict[str, Any],
+    ) -> Any:
+        """Run one op on the decode rows or the prefill rows."""
+        part = batch.decode if name == "decode" else batch.prefill
+        some = slice(part.first_token, part.first_token + part.num_tokens)
+        indptr = () if name == "decode" else (part.q_indptr,)
+        return op(
+            q[some],
+            *pools,
+            batch.tables(name, options["window"]),
+            batch.q_positions[some],
+            *indptr,
+            part.max_q_len,
+            **options,
+        )
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, tokens: int) -> None:
         want_k, want_v = (tokens, *k_pool.shape[1:]), (tokens, *v_pool.shape[1:])

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from distdec.cache.kv_cache import KVCache
+from distdec.cache.pool import KVPool
 from distdec.ops.backends import OpsBackend
-from distdec.ops.tables import KVTables
+from distdec.ops.spans import empty_schedule, max_partials
+from distdec.ops.tables import KVTables, Schedule
 
 MAX_DECODE_TOKENS = 16
 """Most query tokens a row may have to run in the decode kernel: one tile of the matrix unit per group of 16 rows."""
@@ -104,7 +106,17 @@ class StepBuffers:
         self.device = torch.device(device)
         self.generation = 0
         self._capacity = (0, 0, 0)
+        self._pool: KVPool | None = None
+        self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
         self._grow(max_tokens, max_rows, max_views)
+
+    def schedule_for(self, pool: KVPool) -> None:
+        """Derive from now on, with every step, how decode programs share its tiles: once for all layers of this pool.
+
+        Without it, or with a backend that has no schedule, the decode op does so itself in every call.
+        """
+        self._pool = pool
+        self._grow(*self._capacity, force=True)
 
     def announce_window(self, window: int) -> None:
         """Add a sliding window that later steps will be asked for. Takes effect at the next `fill`."""
@@ -144,7 +156,11 @@ class StepBuffers:
         self._fill_tokens(seqs, counts, lens)
         self._fill_tables(host_views, counts, lens, num_decode)
         self._upload(num_views)
-        return self._batch(counts, lens, num_decode, q_len)
+        batch = self._batch(counts, lens, num_decode, q_len)
+        for tables in batch.decode_tables.values():
+            if tables.schedule is not None and self.backend.derive_spans is not None:
+                self.backend.derive_spans(tables, tables.schedule)
+        return batch
 
     # the segments of the packed buffer, in int32 words; views come last so that a copy stops at the last used one
     def _grow(self, tokens: int, rows: int, views: int, *, force: bool = False) -> None:
@@ -174,6 +190,7 @@ class StepBuffers:
         # a view of n tokens has at most n / tile_tokens + 1 tiles, and no view is longer than a chunk
         tiles = views * -(-self.kv.layout.max_chunk // self.tile_tokens)
         self.tile_table = torch.zeros(tiles, 4, dtype=torch.int32, device=self.device)
+        self._grow_schedules()
         self.generation += 1
 
     def _rotate_staging(self) -> None:
@@ -277,7 +294,7 @@ class StepBuffers:
             q_positions=self._device_segment("positions", 0, total),
             decode=decode,
             prefill=prefill,
-            decode_tables={w: self._tables(w, 0, num_decode, 0) for w in self.windows},
+            decode_tables={w: self._scheduled(w, self._tables(w, 0, num_decode, 0), q_len) for w in self.windows},
             prefill_tables={w: self._tables(w, num_decode, rows - num_decode, 1) for w in self.windows},
             kv_lens=tuple(lens.tolist()),
         )
@@ -289,6 +306,30 @@ class StepBuffers:
             self._device_segment(f"ranges/{window}", 2 * first_row, 2 * num_rows).view(-1, 2),
             self._device_segment(f"cum/{window}", section * half, num_rows + 1),
         )
+
+    def _num_spans(self, rows: int, q_len: int) -> int:
+        """Spans of this many decode rows; 0 where the backend has no schedule."""
+        plan, pool = self.backend.plan_spans, self._pool
+        if plan is None or pool is None or rows == 0:
+            return 0
+        dim, capacity = max(pool.head_dim, pool.v_head_dim), self.tile_table.shape[0]
+        return plan(rows, pool.num_kv_heads, q_len, dim, pool.k.dtype, capacity, self.device)
+
+    def _grow_schedules(self) -> None:
+        rows = self._capacity[1]
+        spans = max(self._num_spans(r, q_len) for r in range(1, rows + 1) for q_len in (1, 2))
+        if spans and self._pool is not None:
+            schedules = {w: empty_schedule(rows, self._pool.num_kv_heads, spans, 0, self.device) for w in self.windows}
+            self._schedules = {w: (schedule.entries, schedule.ranges) for w, schedule in schedules.items()}
+
+    def _scheduled(self, window: int, tables: KVTables, q_len: int) -> KVTables:
+        rows = tables.tile_ranges.shape[0]
+        spans = self._num_spans(rows, q_len)
+        if not spans or self._pool is None:
+            return tables
+        heads, (entries, ranges) = self._pool.num_kv_heads, self._schedules[window]
+        used = spans + max_partials(spans, rows, heads, 0)
+        return tables._replace(schedule=Schedule(entries[:used], ranges[: rows * heads], heads, spans))
 
 
 def _tiles_before(views: np.ndarray, position: int, tile_tokens: int, first_tile: int) -> int:

@@ -19,6 +19,9 @@ Rules that every mode keeps: `out` of a row with `lse = -inf` is ignored, whatev
 has keys makes that token NaN, all its heads, on every rank, and touches no other token; a MAX over ranks may swallow a
 NaN, so a flag is summed along (or the LSE travels as NaN where ranks see each other's). Sums run in rank order, the own
 partial included as it was sent, so replicated results have the same bits on all ranks.
+
+Kernels that finish a row themselves (`one_shot`, and one rank alone) fail the row (token, head), not the token's other
+heads: an output projection spreads it over the token anyway.
 """
 
 from __future__ import annotations

@@ -89,6 +89,7 @@ class ShardedCache:
         self.pool = KVPool(num_layers, slots, num_kv_heads, head_dim, dtype, mesh.device, v_head_dim=v_head_dim)
         self.backend = get_backend(backend, mesh.device) if isinstance(backend, str) else backend
         self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, windows=windows, device=mesh.device)
+        self.buffers.schedule_for(self.pool)
 
     def begin_step(self, rows: Sequence[tuple[int, int]], *, q_len: int | None = None) -> StepBatch:
         """Reserve room for this step's tokens and describe the step to the attention layers.

@@ -35,6 +35,14 @@ def decode_variant(
     shape, ops = inputs.shape, inputs.ops
     tables, positions, pools = inputs.tables, inputs.q_positions, inputs.pools()
     scale = shape.head_dim**-0.5
+    if ops.plan_spans is not None and (tables.schedule is None or {"num_spans", "split_tiles"} & options.keys()):
+        from distdec.ops.spans_triton import with_schedule
+
+        # as a step does, once for all layers
+        what = (len(shape.lengths), shape.num_kv_heads, shape.q_len, shape.head_dim, q.dtype)
+        spans = options.get("num_spans") or ops.plan_spans(*what, tables.tile_table.shape[0], q.device)
+        options["num_spans"] = spans
+        tables = with_schedule(tables, shape.num_kv_heads, spans, options.get("split_tiles", 0))
 
     def call(copy: int):
         return ops.decode(q, *pools[copy], tables, positions, shape.q_len, scale=scale, **options)

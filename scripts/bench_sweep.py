@@ -12,15 +12,13 @@ from distdec.ops.backends import OpsBackend, get_backend
 
 # (tokens of a table's tile, BLOCK_N, warps, stages)
 KERNELS = [
-    (64, 64, 4, 3),
-    (64, 64, 4, 4),
-    (64, 64, 4, 5),
-    (64, 64, 2, 3),
-    (64, 64, 8, 3),
-    (64, 32, 4, 4),
     (128, 128, 4, 3),
     (128, 128, 8, 3),
+    (128, 128, 8, 4),
     (128, 64, 4, 3),
+    (128, 64, 4, 4),
+    (128, 64, 8, 3),
+    (128, 32, 4, 4),
 ]
 SHAPES = [
     Shape((8192,)),
@@ -102,6 +100,10 @@ def launch(
     options: dict[str, Any] = {}
     if own.name == "triton":
         from distdec.ops.decode_triton import DecodePlan
+        from distdec.ops.spans_triton import with_schedule
+
+        # as a step does, once for all layers
+        tables = with_schedule(tables, shape.num_kv_heads, num_spans)
 
         # what is not swept stays as the cost rule has it
         changed = {"num_spans": num_spans, "block_n": block_n, "num_warps": warps, "num_stages": stages}

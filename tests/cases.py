@@ -167,7 +167,7 @@ def build(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", s
         q.to(device),
         k_pool.to(device),
         v_pool.to(device),
-        KVTables(*(t.to(device) for t in tables)),
+        KVTables(*(t.to(device) for t in tables[:3])),
         torch.tensor(positions, dtype=torch.int32, device=device),
         indptr.to(device),
         view_table.to(device),

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from distdec.ops import combine_triton, decode_triton, prefill_triton, schedule_triton, store_kv_triton
+from distdec.ops import combine_triton, decode_triton, prefill_triton, schedule_triton, spans_triton, store_kv_triton
 from distdec.ops.tables import KVTables
 
 TYPES = {
@@ -50,6 +50,17 @@ def record(module, names, call):
         for name, kernel in kernels.items():
             setattr(module, name, kernel)
     return launches
+
+
+def record_all(kernels, call):
+    """Record the launches of kernels in several modules, each as (module, name)."""
+    if not kernels:
+        call()
+        return []
+    (module, name), *rest = kernels
+    inner = []
+    outer = record(module, [name], lambda: inner.extend(record_all(rest, call)))
+    return outer + inner
 
 
 def compile_launch(kernel, args, options, arch):
@@ -90,7 +101,7 @@ def tables(rows, tiles):
     )
 
 
-HOPPER = decode_triton.DeviceLimits(132, 227 * 1024, True)
+HOPPER = decode_triton.DeviceLimits(132, 227 * 1024, True, True)
 AMPERE = decode_triton.DeviceLimits(108, 163 * 1024, False)
 
 
@@ -104,13 +115,8 @@ def decode_launches(rows, q_len, heads, kv_heads, dim, dtype=torch.bfloat16, dev
         call = lambda: decode_triton.decode(  # noqa: E731
             q, pool, pool, tables(rows, 512), positions, q_len, scale=0.1, **options
         )
-        combines = []
-        decodes = record(
-            decode_triton,
-            ["decode_kernel"],
-            lambda: combines.extend(record(combine_triton, ["combine_kernel"], call)),
-        )
-        return decodes + combines
+        calls = [(decode_triton, "decode_kernel"), (combine_triton, "combine_kernel")]
+        return record_all([*calls, (spans_triton, "derive_spans_kernel")], call)
     finally:
         decode_triton.device_limits = limits
 
@@ -138,7 +144,7 @@ def prefill_launches(lens, heads, kv_heads, dim, dtype=torch.bfloat16, device=HO
 def small_launches():
     """The launches of the ops that only move numbers."""
     k = torch.zeros(4, 8, 128, dtype=torch.bfloat16)
-    slots = torch.zeros(4, dtype=torch.int64)
+    slots, heads = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 8)
     views = torch.zeros(64, 4, dtype=torch.int32)
     out, lse2, ranges = torch.zeros(8, 4, 128), torch.zeros(8, 4), torch.zeros(16, 2, dtype=torch.int32)
     return [
@@ -149,6 +155,11 @@ def small_launches():
             lambda: schedule_triton.derive_tiles(views, views[0, :1], 64, views),
         ),
         *record(combine_triton, ["combine_kernel"], lambda: combine_triton.combine(out, lse2, ranges, 8, 1, 4)),
+        *record(
+            combine_triton,
+            ["fold_ranks_kernel"],
+            lambda: combine_triton.fold_ranks(k[None], heads[None], out=k, lse=heads, sinks=heads[0]),
+        ),
     ]
 
 
@@ -157,12 +168,15 @@ def launches(arch):
     device = HOPPER if arch == 90 else AMPERE
     configurations = {
         "decode, group 4": decode_launches(1, 1, 32, 8, 128, device=device),
+        "decode, 8 rows": decode_launches(8, 1, 32, 8, 128, device=device),
+        "decode, 16 rows": decode_launches(16, 1, 32, 8, 128, device=device),
         "decode, group 8, 32 rows": decode_launches(32, 1, 64, 8, 128, device=device),
         "decode, head size 64": decode_launches(8, 1, 9, 3, 64, device=device),
         "decode, head size 80": decode_launches(8, 1, 32, 32, 80, device=device),
         "decode, window and softcap": decode_launches(8, 1, 16, 8, 256, device=device, window=4096, softcap=50.0),
         "decode, 8 tokens": decode_launches(8, 8, 32, 8, 128, device=device),
         "decode, 16 tokens of 8": decode_launches(8, 16, 64, 8, 128, device=device),
+        "decode, 8 tokens of 8": decode_launches(8, 8, 64, 8, 128, device=device),
         "decode, deterministic": decode_launches(8, 1, 32, 8, 128, device=device, split_tiles=16),
         "decode, float32": decode_launches(8, 1, 32, 8, 128, torch.float32, device=device),
         "prefill, long": prefill_launches([2048], 32, 8, 128, device=device),
@@ -198,6 +212,10 @@ def main():
             "wait_groups": [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)],
             "wgmma": ptx.count("wgmma.mma_async"),
             "mma": ptx.count("mma.sync"),
+            "launch_dependents": ptx.count("griddepcontrol.launch_dependents"),
+            "dependency_wait": ptx.count("griddepcontrol.wait"),
+            "loads_before_wait": ptx.split("griddepcontrol.wait")[0].count("ld.global"),
+            "launch_pdl": options.get("launch_pdl", False),
             "warps": compiled.metadata.num_warps,
             "options": {p.name: a for a, p in zip(args, kernel.params, strict=True) if p.is_constexpr},
         }

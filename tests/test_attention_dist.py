@@ -5,6 +5,7 @@ import torch
 from compare import FLOAT32, same_specials
 
 from distdec.attention import DistributedAttention
+from distdec.merge import CollectiveMerge
 from distdec.mesh import Mesh
 from distdec.sharded_cache import ShardedCache
 
@@ -223,3 +224,56 @@ def test_shapes_that_do_not_match_the_pool_are_refused():
 def test_either_max_tokens_or_num_frames_is_needed():
     with pytest.raises(ValueError, match="max_tokens"):
         ShardedCache(Mesh.single(), num_layers=1, num_kv_heads=1, head_dim=8)
+
+
+class NeverCalled(CollectiveMerge):
+    """What takes the place of one rank's merge where no merge may run."""
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("a merge ran")
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_one_rank_with_kernels_needs_no_merge(monkeypatch, with_sinks):
+    """The kernels' own finish against the reference ops and the merge of one rank, over steps of a growing cache."""
+    generator = torch.Generator().manual_seed(11)
+    sinks = torch.randn(6, generator=generator) if with_sinks else None
+    layers = []
+    for backend in ("reference", "triton"):
+        mesh = Mesh.single()
+        cache = ShardedCache(
+            mesh, num_layers=1, num_kv_heads=2, head_dim=16, max_tokens=200, windows=(10,), backend=backend
+        )
+        cache.pool.k.fill_(torch.nan)
+        cache.pool.v.fill_(torch.nan)
+        layers.append(DistributedAttention(mesh, cache, out_dtype=torch.float16))
+        for seq in range(3):
+            cache.kv.add(seq)
+    monkeypatch.setattr(layers[1].merge, "__class__", NeverCalled)
+    monkeypatch.setattr("distdec.attention.CollectiveMerge", NeverCalled)
+    for rows in ([(0, 20), (1, 1), (2, 33)], [(1, 1), (2, 1), (0, 9)], [(0, 1), (1, 1), (2, 1)], [(2, 4), (0, 4)]):
+        tokens = sum(n for _, n in rows)
+        q, k, v = (torch.randn(tokens, heads, 16, generator=generator) for heads in (6, 2, 2))
+        q[-1, 3, 5] = torch.nan
+        batches = [layer.cache.begin_step(rows) for layer in layers]
+        for window in (0, 10):
+            want, got = (
+                layer(q, k, v, batch, 0, window=window, sinks=sinks)
+                for layer, batch in zip(layers, batches, strict=True)
+            )
+            assert got.columns == want.columns and got.out.dtype == want.out.dtype == torch.float16
+            # the reference's merge fails all heads of the token, the kernels the row of the head
+            assert got.out[-1].view(6, 16)[3].isnan().all() and got.lse[-1, 3].isnan()
+            assert got.out[-1].isnan().sum() == 16 and want.out[-1].isnan().all()
+            torch.testing.assert_close(got.out[:-1], want.out[:-1], rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(got.lse[:-1], want.lse[:-1], rtol=1e-5, atol=1e-5)
+
+
+def test_sinks_of_another_number_of_heads_are_refused_on_one_rank():
+    mesh = Mesh.single()
+    cache = ShardedCache(mesh, num_layers=1, num_kv_heads=2, head_dim=16, max_tokens=100, backend="triton")
+    cache.kv.add(0)
+    kv = torch.zeros(1, 2, 16)
+    with pytest.raises(ValueError, match=r"expected sinks \[4\]"):
+        attention = DistributedAttention(mesh, cache)
+        attention(torch.zeros(1, 4, 16), kv, kv, cache.begin_step([(0, 1)]), 0, sinks=torch.zeros(3))

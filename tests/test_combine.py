@@ -103,6 +103,54 @@ def test_ranges_of_spans_are_right_past_two_to_the_31(num_spans):
     close_partial(got, want)
 
 
+def make_ranks(dtype=torch.float32, dim=24):
+    """Three ranks' partials of 4 tokens on 5 heads: token 0 has a key on rank 2 only, token 3 on none."""
+    generator = torch.Generator().manual_seed(3)
+    outs = torch.randn(3, 4, 5, dim, generator=generator).to(dtype)
+    lses = torch.randn(3, 4, 5, generator=generator) * 5
+    outs[:2, 0], lses[:2, 0] = math.nan, -math.inf
+    outs[:, 3], lses[:, 3] = math.nan, -math.inf
+    return outs, lses, torch.randn(5, generator=generator)
+
+
+@pytest.mark.parametrize("module", IMPLEMENTATIONS)
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_ranks_are_folded_and_finished(module, with_sinks, num_ranks):
+    fold = importlib.import_module(f"distdec.ops.{module}").fold_ranks
+    outs, lses, sinks = make_ranks()
+    outs, lses, sinks = outs[-num_ranks:], lses[-num_ranks:], sinks if with_sinks else None
+    # three faults in rows of their own: NaN out, infinite LSE, and an infinity whose weight is 0
+    outs[0, 1, 1, 3], lses[-1, 2, 0], outs[-1, 2, 4, 0], lses[-1, 2, 4] = math.nan, math.inf, math.inf, -1e4
+    weights = torch.softmax(torch.cat([lses, sinks.expand(1, 4, 5)]) if with_sinks else lses, 0).double()[:num_ranks]
+    total = torch.logsumexp(torch.cat([lses, sinks.expand(1, 4, 5)]) if with_sinks else lses, 0)
+    want = (weights[..., None] * outs.double().masked_fill((lses == -math.inf)[..., None], 0.0)).sum(0)
+    want[3], total[3] = 0.0, -math.inf
+    for token, head in ((1, 1), (2, 0), (2, 4)):
+        want[token, head], total[token, head] = math.nan, math.nan
+    out, lse = torch.full((4, 5, 24), 7.0, dtype=torch.float16), torch.full((4, 5), 7.0)
+    fold(outs, lses, out=out, lse=lse, sinks=sinks)
+    torch.testing.assert_close(out.double(), want, rtol=2e-3, atol=2e-3, equal_nan=True)
+    torch.testing.assert_close(lse, total, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_finishing_combine_is_a_combine_and_a_fold_of_one_rank(with_sinks):
+    triton, reference = (importlib.import_module(f"distdec.ops.{name}") for name in ("combine_triton", "combine"))
+    out, lse2, ranges = make()
+    lse2[4, 3], out[4, 3] = math.nan, math.nan
+    out[20, 2, 7] = math.inf
+    sinks = torch.randn(6, generator=torch.Generator().manual_seed(2)) if with_sinks else None
+    partial = reference.combine(out, lse2, ranges, 2, 2, 3)
+    want, got = ((torch.full((6, 6, 24), 7.0, dtype=torch.float16), torch.full((6, 6), 7.0)) for _ in range(2))
+    reference.fold_ranks(partial.out[None], partial.lse[None], out=want[0], lse=want[1], sinks=sinks)
+    options = {"num_spans": 0, "split_tiles": triton.FROM_TABLE, "finish": True, "sinks": sinks}
+    triton.launch_combine(out, lse2, ranges, 3, 2, 2, 3, out=got[0], lse=got[1], **options)
+    assert want[1].isnan().sum() == 2
+    torch.testing.assert_close(got[0], want[0], rtol=2e-3, atol=2e-3, equal_nan=True)
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [24, 128])
 def test_combine_on_a_gpu(dim):

@@ -11,6 +11,7 @@ from distdec.ops.backends import get_backend
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.decode import decode
 from distdec.ops.decode_triton import TILE_TOKENS, DeviceLimits, check_pools, decode_launch_plan
+from distdec.ops.spans_triton import with_schedule
 from distdec.ops.tables import KVTables
 
 IMPLEMENTATIONS = ["reference", "triton"]
@@ -214,26 +215,61 @@ def test_slots_past_two_to_the_31_elements_are_read_and_written(tmp_path):
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
 
 
+HOPPER, AMPERE = DeviceLimits(132, 227 * 1024, True, True), DeviceLimits(108, 163 * 1024, False)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("rows", [1, 8, 33, 256])
+@pytest.mark.parametrize("rows", [1, 8, 16, 33, 256])
 @pytest.mark.parametrize(
     ("packed", "dim", "size"), [(1, 64, 2), (8, 128, 2), (71, 128, 2), (128, 256, 4), (1136, 80, 2)]
 )
 def test_launch_plans_are_legal_and_fill_the_device(rows, packed, dim, size, deterministic):
-    for device in (DeviceLimits(132, 227 * 1024, True), DeviceLimits(108, 163 * 1024, False)):
+    for device in (HOPPER, AMPERE):
         plan = decode_launch_plan(rows, 8, packed, dim, size, 10**6, device, deterministic=deterministic)
         assert TILE_TOKENS % plan.block_n == 0 and plan.block_n >= 16
         assert plan.block_m in (16, 32, 64, 128) and plan.num_warps in (4, 8)
-        assert 0.9 * device.multiprocessors <= plan.num_spans <= 3 * device.multiprocessors
+        assert 0.9 * device.multiprocessors <= plan.num_spans <= 6 * device.multiprocessors
+        assert plan.dependent == device.dependent_launch
         if deterministic:
             assert plan[1:] == decode_launch_plan(1, 8, 1, dim, size, 10, device, deterministic=True)[1:]
 
 
-def test_equal_rows_are_split_uniformly_where_that_fills_the_device():
-    device = DeviceLimits(132, 227 * 1024, True)
-    assert decode_launch_plan(1, 8, 4, 128, 2, 10**6, device).num_spans == 8 * 49
+def test_the_fitted_launches_are_those_that_were_measured_best():
+    def plan(rows, packed=4, q_len=1):
+        return decode_launch_plan(rows, 8, packed, 128, 2, 10**6, HOPPER, q_len=q_len)[:5]
+
+    assert plan(1) == (128, 16, 128, 4, 3)
+    assert plan(8) == (128, 16, 128, 8, 3)
+    assert plan(16) == (792, 16, 64, 4, 4)
+    assert plan(32) == (256, 16, 64, 8, 3)
+    assert plan(1, 64, 8) == (264, 64, 64, 4, 3)
     # a table of three tiles cannot feed more than three programs a head
-    assert decode_launch_plan(1, 8, 4, 128, 2, 3, device).num_spans == 24
+    assert decode_launch_plan(1, 8, 4, 128, 2, 3, HOPPER).num_spans == 24
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 16])
+@pytest.mark.parametrize("group", [1, 4, 16, 71])
+def test_the_number_of_spans_does_not_depend_on_the_query_heads(q_len, group):
+    """A step fixes it before the queries are there."""
+    for rows in (1, 8, 16, 40):
+        plan = decode_launch_plan(rows, 8, q_len * group, 128, 2, 10**6, HOPPER, q_len=q_len)
+        assert plan.num_spans == decode_launch_plan(rows, 8, q_len, 128, 2, 10**6, HOPPER, q_len=q_len).num_spans
+
+
+def test_a_schedule_of_the_step_is_used_and_another_one_is_not():
+    case = DECODE_CASES[0]
+    inputs = build(case)
+    want = run("triton", case, inputs, num_spans=3)
+    own = with_schedule(inputs.tables, 2, 3)
+    ranges = own.tile_ranges.clone()
+    # what the schedule says counts, not the ranges that it was derived from
+    own.tile_ranges.zero_()
+    got = run("triton", case, inputs._replace(tables=own))
+    assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
+    for other in (with_schedule(own, 1, 3), with_schedule(own, 2, 3, 4)):
+        other.tile_ranges.copy_(ranges)
+        got = run("triton", case, inputs._replace(tables=other), num_spans=3)
+        assert torch.equal(got.out, want.out)
 
 
 @pytest.mark.gpu

@@ -1,9 +1,13 @@
 """Cutting views into tiles."""
 
+import importlib
+
 import pytest
 import torch
 
+from distdec.ops import spans
 from distdec.ops.backends import get_backend
+from distdec.ops.tables import KVTables
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -48,6 +52,78 @@ def test_no_views_write_no_tiles(name):
     views = torch.full((5, 4), 2**30, dtype=torch.int32)
     get_backend(name, "cpu").derive_tiles(views, torch.zeros(1, dtype=torch.int32), 16, out)
     assert (out == -7).all()
+
+
+TILES = [(3, 0, 2), (1,), (0, 0), (5, 1, 1, 9, 0, 2), (40, 3)]
+
+
+def derived(module, tiles, heads, num_spans, split, device="cpu"):
+    """Derive a schedule of rows whose tiles begin at 7, into tables full of rubbish."""
+    ends = torch.tensor(tiles).cumsum(0).tolist()
+    ranges = [[7 + end - n, 7 + end] for n, end in zip(tiles, ends, strict=True)]
+    table = torch.arange(4 * (7 + ends[-1])).view(-1, 4)
+    tables = KVTables(
+        *(torch.tensor(x, dtype=torch.int32, device=device) for x in (table.tolist(), ranges, [0, *ends]))
+    )
+    schedule = spans.empty_schedule(len(tiles), heads, num_spans, 7 + ends[-1], device, split)
+    schedule.entries.fill_(-9)
+    schedule.ranges.fill_(-9)
+    importlib.import_module(f"distdec.ops.{module}").derive_spans(tables, schedule)
+    return tables, schedule
+
+
+@pytest.mark.parametrize("split", [0, 2])
+@pytest.mark.parametrize("num_spans", [1, 2, 5, 70])
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("module", ["spans", "spans_triton"])
+def test_programs_share_all_tiles_and_partials_of_a_unit_are_contiguous(module, heads, num_spans, split):
+    for tiles in TILES:
+        tables, schedule = derived(module, tiles, heads, num_spans, split)
+        entries, found = schedule.entries.tolist(), {}
+        shares = []
+        for span in range(num_spans):
+            entry, share = entries[span], 0
+            while entry[0] >= 0:
+                partial, after, unit, begin, end, *first = entry
+                assert first == tables.tile_table[begin, :3].tolist() and begin < end and partial not in found
+                assert not split or end - begin <= split
+                found[partial] = unit, begin, end
+                share += end - begin
+                entry = entries[num_spans + after] if after >= 0 else [-1]
+            shares.append(share)
+        if not split:
+            used = min(num_spans, sum(tiles) * heads)
+            assert max(shares) - min(shares[:used], default=0) <= 1
+        for unit, (first, last) in enumerate(schedule.ranges.tolist()):
+            begin, end = tables.tile_ranges[unit // heads].tolist()
+            pieces = [found.pop(partial) for partial in range(first, last)]
+            assert all(piece[0] == unit for piece in pieces)
+            edges = [begin, *(piece[2] for piece in pieces)]
+            assert [piece[1] for piece in pieces] == edges[:-1] and edges[-1] == (end if begin < end else begin)
+            assert not split or all((edge - begin) % split == 0 for edge in edges[:-1])
+        assert not found
+
+
+def test_both_derive_the_same_schedule():
+    for tiles in TILES:
+        for split in (0, 3):
+            want, got = (derived(module, tiles, 2, 6, split)[1] for module in ("spans", "spans_triton"))
+            assert torch.equal(want.ranges, got.ranges)
+            for span in range(6):
+                a, b = want.entries[span].tolist(), got.entries[span].tolist()
+                while a[0] >= 0:
+                    assert a == b
+                    a, b = (x.entries[6 + a[1]].tolist() if a[1] >= 0 else [-1] for x in (want, got))
+                assert b[0] == -1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [0, 3])
+def test_the_schedule_on_a_gpu(split):
+    for tiles in TILES:
+        want, got = derived("spans", tiles, 2, 6, split)[1], derived("spans_triton", tiles, 2, 6, split, "cuda")[1]
+        assert torch.equal(want.ranges, got.ranges.cpu())
+        assert torch.equal(want.entries[:6, 0], got.entries[:6, 0].cpu())
 
 
 @pytest.mark.gpu

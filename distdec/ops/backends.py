@@ -22,6 +22,8 @@ class OpsBackend:
 
     `decode_splits`, where there is one, is `decode` without the join of its splits, for merges that do it themselves.
     `preferred_tile_tokens` is the tile that the kernels are built for; None means a tile may be as long as a view.
+    The other optional ops come with `decode_splits`: `plan_spans` and `derive_spans` deal a step's tiles to programs,
+    once for all layers; `finish_splits` and `fold_ranks` turn partials into what a layer hands on.
     """
 
     name: str
@@ -31,6 +33,10 @@ class OpsBackend:
     derive_tiles: Callable[..., None]
     preferred_tile_tokens: int | None = None
     decode_splits: Callable[..., Splits] | None = None
+    plan_spans: Callable[..., int] | None = None
+    derive_spans: Callable[..., None] | None = None
+    finish_splits: Callable[..., Partial] | None = None
+    fold_ranks: Callable[..., None] | None = None
 
     def tile_tokens(self, layout: Any) -> int:
         """Return the tile size for a `CacheLayout`: the preferred one, or the longest view's tokens."""
@@ -102,12 +108,26 @@ def _reference() -> OpsBackend:
 
 def _triton() -> OpsBackend:
     # imported here: the reference runs where Triton is not installed
-    from distdec.ops.decode_triton import TILE_TOKENS, decode, decode_splits
+    from distdec.ops.combine_triton import combine_splits, fold_ranks
+    from distdec.ops.decode_triton import TILE_TOKENS, decode, decode_splits, plan_spans
     from distdec.ops.prefill_triton import prefill
     from distdec.ops.schedule_triton import derive_tiles
+    from distdec.ops.spans_triton import derive_spans
     from distdec.ops.store_kv_triton import store_kv
 
-    return OpsBackend("triton", store_kv, decode, prefill, derive_tiles, TILE_TOKENS, decode_splits)
+    return OpsBackend(
+        "triton",
+        store_kv,
+        decode,
+        prefill,
+        derive_tiles,
+        TILE_TOKENS,
+        decode_splits,
+        plan_spans,
+        derive_spans,
+        combine_splits,
+        fold_ranks,
+    )
 
 
 def _probe(backend: OpsBackend, device: torch.device, dtype: torch.dtype, head_dim: int, group: int) -> None:

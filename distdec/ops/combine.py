@@ -50,6 +50,38 @@ def combine(
     return Partial(by_token(out), by_token(lse).squeeze(-1))
 
 
+def fold_ranks(outs: Tensor, lses: Tensor, *, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Fold the partials of all ranks in rank order into what a layer hands on.
+
+    With m the largest lse of a row and `w_r = exp(lse_r - m)`: `out = sum_r w_r out_r / (sum_r w_r + exp(sink - m))`,
+    `lse = m + ln(sum_r w_r + exp(sink - m))`. A row (token, head) that holds NaN or +inf on some rank that has keys
+    becomes NaN throughout, no other row does. Where no rank has a key: 0 and -inf, with sinks too.
+
+    Shapes:
+        outs: [R, T, Hq, Dv] floating, dense but for the first stride; lses: [R, T, Hq] float32, natural log, likewise
+        out: [T, Hq, Dv] in any floating dtype and lse: [T, Hq] float32, both written, dense
+        sinks: [Hq]
+
+    Notes:
+        In-place: writes out and lse. Collective: none.
+    """
+    empty = lses == -math.inf
+    values = outs.float().masked_fill(empty[..., None], 0.0)
+    failed = ((~lses.isfinite() & ~empty) | ~values.isfinite().all(-1)).any(0)
+    top = lses.amax(0).masked_fill(failed, 0.0)
+    base = top.masked_fill(top == -math.inf, 0.0)
+    total, acc = torch.zeros_like(base), torch.zeros_like(values[0])
+    for rank_lse, rank_out in zip(lses, values, strict=True):
+        weight = torch.exp(rank_lse - base)
+        total, acc = total + weight, acc + rank_out * weight[..., None]
+    if sinks is not None:
+        total = total + torch.exp(sinks.float() - base) * (top != -math.inf)
+    none = top == -math.inf
+    merged = (acc / total.masked_fill(none, 1.0)[..., None]).masked_fill(failed[..., None], math.nan)
+    out.copy_(merged)
+    lse.copy_((base + torch.log(total)).masked_fill(none, -math.inf).masked_fill(failed, math.nan))
+
+
 class DecodeWorkspace:
     """Memory for unmerged partials, allocated once and lent to one call after the other on the same stream.
 

@@ -1,21 +1,10 @@
 """Join the partials of a rank's own programs on the device. Contract in `combine.py`.
 
-The device functions here are the one description of which partials belong to a unit and of how they are folded; the
-kernels that merge across ranks build on them too.
-
-A unit is one row's queries on one KV head, `u = row * Hkv + kv_head`. The tiles of all units lie on one line of
-`W = cum_tiles[B] * Hkv` tiles, those of unit u from `cum_tiles[row] * Hkv + kv_head * n_row` on. With P spans in use,
-at most W so that none is empty, span p owns tiles `W * p // P` to `W * (p + 1) // P - 1`, and tile x belongs to span
-`((x + 1) * P - 1) // W`. The partial that span p leaves of unit u has number `p + u`: along the line p and u never
-fall and one of them always rises, so the numbers are unique, and within a unit they are contiguous.
-
-Example: rows of 3, 0 and 2 tiles, 1 KV head, P = 2: W = 5, span 0 owns tiles 0 and 1, span 1 tiles 2 to 4. Unit 0
-(tiles 0 to 2) has partials 0 + 0 and 1 + 0; unit 2 (tiles 3 and 4) has partial 1 + 2.
-
-The deterministic schedule cuts every unit at multiples of `SPLIT` tiles instead. Row b's units have
-`ceil(n_b / SPLIT)` pieces each, numbered from `(cum_tiles[b] // SPLIT + b) * Hkv` on: that leaves room for all, since
-`(c + n) // s + 1 >= c // s + ceil(n / s)`, without a second table of prefix sums.
+The device functions here are the one description of how partials are folded and how a row is finished; the kernels
+that merge across ranks build on them too. Which partials belong to a unit: `spans.py`.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -23,40 +12,29 @@ import triton.language as tl
 from torch import Tensor
 
 from distdec.ops.partial import Partial
+from distdec.ops.spans_triton import unit_partials
+from distdec.ops.splits import Splits
 
 # finite, so that "no key yet" minus "no key yet" is 0 and not NaN; every score is at least this
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
 
-FROM_TABLE = tl.constexpr(-1)
-"""`SPLIT` of `combine_kernel` for ranges that are read from a table; 0 is spans, above 0 pieces."""
-
-
-@triton.jit
-def used_spans(line, num_spans):
-    """Return how many of a grid's spans are in use on a line of W tiles: an empty span would be a hole in a range."""
-    return tl.maximum(tl.minimum(line, num_spans), 1)
+FROM_TABLE = -1
+"""`SPLIT` of the kernels for ranges that are read from a table; 0 is spans, above 0 pieces, both worked out."""
 
 
 @triton.jit
-def unit_partials(p_cum, num_rows, num_spans, row, head, HKV: tl.constexpr, SPLIT: tl.constexpr):
-    """Return (first, count): the partials of one unit, see the module's docstring."""
-    before = tl.load(p_cum + row).to(tl.int64)
-    tiles = tl.load(p_cum + row + 1) - before
-    if SPLIT > 0:
-        count = (tiles + SPLIT - 1) // SPLIT
-        first = (before // SPLIT + row) * HKV + head * count
+def unit_range(p_ranges, num_rows, num_spans, row, head, HKV: tl.constexpr, SPLIT: tl.constexpr):
+    """Return (first, count) of one unit, from the table of ranges or, where there is none, worked out."""
+    if SPLIT < 0:
+        unit = row * HKV + head
+        first = tl.load(p_ranges + 2 * unit)
+        count = tl.load(p_ranges + 2 * unit + 1) - first
+        first = first.to(tl.int64)
     else:
-        line = tl.load(p_cum + num_rows).to(tl.int64) * HKV
-        num_spans = used_spans(line, num_spans)
-        # without any tile the count is 0 below; 1 only keeps the division legal
-        line = tl.maximum(line, 1)
-        start = before * HKV + head * tiles
-        first_span = ((start + 1) * num_spans - 1) // line
-        last_span = ((start + tiles) * num_spans - 1) // line
-        count = tl.where(tiles > 0, last_span - first_span + 1, 0)
-        first = first_span + row * HKV + head
-    return first, count.to(tl.int32)
+        first, count = unit_partials(p_ranges, num_rows, num_spans, row, head, HKV, SPLIT)
+    return first, count
 
 
 @triton.jit
@@ -88,6 +66,32 @@ def fold_partials(p_out, p_lse2, start, step, count, DV: tl.constexpr, BLOCK_DV:
     return b_acc / safe, tl.where(total == 0.0, float("-inf"), top + tl.log2(safe))
 
 
+@triton.jit
+def flag_failure(b_out, lse2):
+    """Return lse2, NaN where the row holds a number that is not finite: that fails the whole row."""
+    bad = tl.max((tl.abs(b_out) < float("inf")).to(tl.int32) ^ 1, 0)
+    return tl.where((bad != 0) | (lse2 == float("inf")), float("nan"), lse2)
+
+
+@triton.jit
+def add_sink(b_out, lse2, sink):
+    """Add one more term of the softmax, without a value; a row without keys stays one."""
+    seen = lse2 != float("-inf")
+    top = tl.where(seen, tl.maximum(lse2, sink), 0.0)
+    weight = tl.exp2(lse2 - top)
+    total = tl.where(seen, weight + tl.exp2(sink - top), 1.0)
+    return b_out * (weight / total), tl.where(seen, top + tl.log2(total), lse2)
+
+
+@triton.jit
+def finish_row(b_out, lse2, p_sink, HAS_SINKS: tl.constexpr):
+    """Return what a layer hands on: a failed row is NaN throughout, and the sink, in natural log, is counted once."""
+    lse2 = flag_failure(b_out, lse2)
+    if HAS_SINKS:
+        b_out, lse2 = add_sink(b_out, lse2, tl.load(p_sink).to(tl.float32) * LOG2E)
+    return tl.where(lse2 != lse2, float("nan"), b_out), lse2
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_spans"])
 def combine_kernel(
     p_partial_out,
@@ -95,6 +99,7 @@ def combine_kernel(
     p_ranges,
     p_out,
     p_lse,
+    p_sinks,
     num_rows,
     num_spans,
     HKV: tl.constexpr,
@@ -104,24 +109,25 @@ def combine_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_C: tl.constexpr,
     SPLIT: tl.constexpr,
+    FINISH: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Join one query token's partials on one query head. `p_ranges` is the table of ranges, or `cum_tiles`."""
-    i_out = tl.program_id(0).to(tl.int64)
-    q_head = (i_out % (HKV * GROUP)).to(tl.int32)
-    i_token = (i_out // (HKV * GROUP)).to(tl.int32)
-    row = i_token // Q_LEN
-    head = q_head // GROUP
-    if SPLIT < 0:
-        unit = row * HKV + head
-        first = tl.load(p_ranges + 2 * unit).to(tl.int64)
-        count = tl.load(p_ranges + 2 * unit + 1) - first.to(tl.int32)
-    else:
-        first, count = unit_partials(p_ranges, num_rows, num_spans, row, head, HKV, SPLIT)
     ROWS: tl.constexpr = Q_LEN * GROUP
+    i_out = tl.program_id(0)
+    q_head = i_out % (HKV * GROUP)
+    i_token = i_out // (HKV * GROUP)
+    first, count = unit_range(p_ranges, num_rows, num_spans, i_token // Q_LEN, q_head // GROUP, HKV, SPLIT)
     start = first * ROWS + (i_token % Q_LEN) * GROUP + q_head % GROUP
+    if DEPENDENT:
+        # brought onto the device while the partials are still being made; the ranges are older
+        tl.extra.cuda.gdc_wait()
     b_out, lse2 = fold_partials(p_partial_out, p_partial_lse2, start, ROWS, count, DV, BLOCK_DV, BLOCK_C)
+    if FINISH:
+        b_out, lse2 = finish_row(b_out, lse2, p_sinks + q_head, HAS_SINKS)
     o_d = tl.arange(0, BLOCK_DV)
-    tl.store(p_out + i_out * DV + o_d, b_out, mask=o_d < DV)
+    tl.store(p_out + i_out.to(tl.int64) * DV + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < DV)
     tl.store(p_lse + i_out, lse2 * LN2)
 
 
@@ -145,13 +151,56 @@ def combine_splits_kernel(
     tl.store(p_lse + i_out, lse2 * LN2)
 
 
+@triton.jit(do_not_specialize=["rank_stride", "rank_stride_lse"])
+def fold_ranks_kernel(
+    p_in,
+    p_in_lse,
+    p_out,
+    p_lse,
+    p_sinks,
+    rank_stride,
+    rank_stride_lse,
+    RANKS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+):
+    """Fold one row (token, head) of every rank in rank order and finish it; LSEs are natural here."""
+    i_out = tl.program_id(0)
+    o_d = tl.arange(0, BLOCK_DV)
+    m_d = o_d < DV
+    p_row = p_in + i_out.to(tl.int64) * DV
+    top = tl.load(p_in_lse + i_out) * LOG2E
+    for rank in tl.static_range(1, RANKS):
+        top = tl.maximum(top, tl.load(p_in_lse + rank * rank_stride_lse.to(tl.int64) + i_out) * LOG2E)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = 0.0
+    failed = 0.0
+    b_acc = tl.zeros([BLOCK_DV], tl.float32)
+    for rank in tl.static_range(RANKS):
+        lse2 = tl.load(p_in_lse + rank * rank_stride_lse.to(tl.int64) + i_out) * LOG2E
+        b_out = tl.load(p_row + rank * rank_stride.to(tl.int64) + o_d, mask=m_d, other=0.0).to(tl.float32)
+        b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
+        # a maximum may swallow a NaN, and a weight of 0 an infinity: both are carried along
+        failed += tl.where(flag_failure(b_out, lse2) != lse2, 1.0, 0.0)
+        weight = tl.exp2(lse2 - base)
+        total += weight
+        b_acc += b_out * weight
+    total = tl.where(total == 0.0, 1.0, total)
+    lse2 = tl.where(failed > 0, float("nan"), tl.where(top == float("-inf"), top, top + tl.log2(total)))
+    b_out, lse2 = finish_row(b_acc / total, lse2, p_sinks + i_out % HEADS, HAS_SINKS)
+    tl.store(p_out + i_out.to(tl.int64) * DV + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    tl.store(p_lse + i_out, lse2 * LN2)
+
+
 def combine(
     partial_out: Tensor, partial_lse2: Tensor, ranges: Tensor, num_kv_heads: int, q_len: int, group_size: int
 ) -> Partial:
     """Join the partials of every unit, their ranges read from a table; see `distdec.ops.combine.combine`."""
     rows = ranges.shape[0] // num_kv_heads
     return launch_combine(
-        partial_out, partial_lse2, ranges, rows, num_kv_heads, q_len, group_size, num_spans=0, split_tiles=-1
+        partial_out, partial_lse2, ranges, rows, num_kv_heads, q_len, group_size, num_spans=0, split_tiles=FROM_TABLE
     )
 
 
@@ -166,43 +215,113 @@ def launch_combine(
     *,
     num_spans: int,
     split_tiles: int,
+    block: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    finish: bool = False,
+    sinks: Tensor | None = None,
+    dependent: bool = False,
 ) -> Partial:
     """Launch one program per query token and query head.
 
     Args:
-        ranges: the table of ranges where split_tiles is -1, else `cum_tiles`, from which the kernel works them out.
+        ranges: the table of ranges where split_tiles is `FROM_TABLE`, else `cum_tiles`, from which the kernel works
+            them out.
         num_spans, split_tiles: of the schedule that made the partials.
+        block: partials that a program folds at once; None: `combine_block`.
+        out, lse: where to write, out in any floating dtype; None allocates float32.
+        finish: turn rows that hold NaN or +inf into NaN throughout, and add the sinks: what a layer on one rank
+            hands on.
+        dependent: launched right after the kernel that makes the partials, and meant to be on the device before that
+            ends (Hopper on).
     """
     dim = partial_out.shape[2]
     tokens, heads = num_rows * q_len, num_kv_heads * group_size
-    out = torch.empty((tokens, heads, dim), dtype=torch.float32, device=partial_out.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=partial_out.device)
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=torch.float32, device=partial_out.device)
+    if lse is None:
+        lse = torch.empty((tokens, heads), dtype=torch.float32, device=partial_out.device)
     if tokens:
+        block = block or combine_block(num_rows * num_kv_heads, num_spans, split_tiles)
+        block_dv = triton.next_power_of_2(dim)
+        options = {"launch_pdl": True} if dependent else {}
         combine_kernel[(tokens * heads,)](
             partial_out,
             partial_lse2,
             ranges,
             out,
             lse,
+            lse if sinks is None else sinks,
             num_rows,
             num_spans,
             num_kv_heads,
             group_size,
             q_len,
             dim,
-            triton.next_power_of_2(dim),
-            combine_block(num_rows * num_kv_heads, num_spans, split_tiles),
+            block_dv,
+            block,
             split_tiles,
-            num_warps=4,
+            finish,
+            finish and sinks is not None,
+            dependent,
+            num_warps=max(1, min(8, block * block_dv // 512)),
+            **options,
         )
     return Partial(out, lse)
 
 
-def combine_block(num_units: int, num_spans: int, split_tiles: int) -> int:
-    """Return how many partials a program folds at once: what an average unit has, 4 to 32.
+def combine_splits(splits: Splits, **outputs: Any) -> Partial:
+    """Join what `decode_splits` left; `outputs` are `out`, `lse`, `finish` and `sinks` of `launch_combine`."""
+    block = combine_block(
+        splits.num_rows * splits.num_kv_heads, splits.num_spans, splits.split_tiles, equal=splits.num_rows == 1
+    )
+    table, kind = (splits.cum_tiles, splits.split_tiles) if splits.ranges is None else (splits.ranges, FROM_TABLE)
+    return launch_combine(
+        splits.out,
+        splits.lse,
+        table,
+        *splits[3:7],
+        num_spans=splits.num_spans,
+        split_tiles=kind,
+        block=block,
+        dependent=splits.dependent,
+        **outputs,
+    )
+
+
+def fold_ranks(outs: Tensor, lses: Tensor, *, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+    """Fold the partials of all ranks in rank order and finish them; see `distdec.ops.combine.fold_ranks`."""
+    num_ranks, tokens, heads, dim = outs.shape
+    if outs[0].numel() and not (outs[0].is_contiguous() and lses[0].is_contiguous()):
+        raise ValueError(f"expected dense rows of each rank, got strides {outs.stride()} and {lses.stride()}")
+    if tokens * heads:
+        block_dv = triton.next_power_of_2(dim)
+        fold_ranks_kernel[(tokens * heads,)](
+            outs,
+            lses,
+            out,
+            lse,
+            lse if sinks is None else sinks,
+            outs.stride(0),
+            lses.stride(0),
+            num_ranks,
+            heads,
+            dim,
+            block_dv,
+            sinks is not None,
+            num_warps=1 if block_dv <= 128 else 2,
+        )
+
+
+def combine_block(num_units: int, num_spans: int, split_tiles: int, *, equal: bool = False) -> int:
+    """Return how many partials a program folds at once: all that a unit has, where that is at most 64.
 
     In the deterministic schedule it is fixed, since the order of sums must not follow the batch.
+
+    Args:
+        equal: all units have the same tiles; else a long row may have several times the average.
     """
     if split_tiles != 0:
         return 16
-    return min(32, max(4, triton.next_power_of_2(num_spans // max(1, num_units) + 1)))
+    average = -(-num_spans // max(1, num_units))
+    return min(64, max(4 if equal else 16, triton.next_power_of_2(average if equal else 4 * average)))

@@ -1,10 +1,10 @@
 """Decode on the device: keys and values streamed once, spread over all multiprocessors. Contract in `decode.py`.
 
 All query rows of a KV head, `q_len * G` of them packed as `token * G + member`, share one tile of the matrix unit. The
-tiles of all units lie on one line that is cut into `num_spans` spans of equal length, one program each (see
-`combine_triton.py`). With `num_spans = units * S` and equal rows this is a uniform split; with a multiple of the
-multiprocessors it is stream-K, where ragged rows cost nothing. Every program leaves one partial per unit that it
-touches; `combine_kernel` joins them.
+tiles of all units lie on one line that is cut into `num_spans` spans of equal length, one program each (see `spans.py`;
+the schedule is derived once a step). With `num_spans = units * S` and equal rows this is a uniform split; with a
+multiple of the multiprocessors it is stream-K, where ragged rows cost nothing. Every program leaves one partial per
+unit that it touches; `combine_kernel` joins them.
 """
 
 from typing import Any, NamedTuple
@@ -15,15 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from distdec.ops.combine import DecodeWorkspace
-from distdec.ops.combine_triton import LOWEST, launch_combine, used_spans
+from distdec.ops.combine_triton import LOWEST, combine_splits
 from distdec.ops.decode import check_attention, check_decode
 from distdec.ops.partial import Partial
+from distdec.ops.spans_triton import with_schedule
 from distdec.ops.splits import Splits
-from distdec.ops.tables import KVTables
+from distdec.ops.tables import KVTables, Schedule
 
-TILE_TOKENS = 64
-"""Tokens of a full tile. 64 keys and values of 128 bf16 numbers are 32 KiB, a load that keeps HBM busy from three
-programs a multiprocessor, two buffers each."""
+TILE_TOKENS = 128
+"""Tokens of a full tile. 128 keys and values of 128 bf16 numbers are 64 KiB, a block that keeps HBM busy from one
+program a multiprocessor with two buffers; smaller blocks divide it. One frame of the cache's default layout."""
 
 LOG2_E = 1.4426950408889634
 
@@ -61,14 +62,24 @@ def finish_softmax(b_max, b_total, b_acc):
     return b_acc / b_safe[:, None], tl.where(b_total == 0.0, float("-inf"), b_max + tl.log2(b_safe))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def fetch(p_rows, length, o_row, LINE: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Ask for rows of keys or values to be brought into the L2 cache in lines of 128 bytes, `LINE` numbers."""
+    o_line = tl.minimum(tl.arange(0, BLOCK_D // LINE) * LINE, D - 1)
+    # rows past the tile ask for its first row once more
+    p_lines = p_rows + tl.where(o_row < length, o_row, 0)[:, None] * STRIDE + o_line[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def decode_kernel(
     p_q,
     p_k,
     p_v,
     p_tiles,
-    p_ranges,
-    p_cum,
+    p_entries,
     p_positions,
     p_out,
     p_lse2,
@@ -76,7 +87,6 @@ def decode_kernel(
     cap_log2,
     q_stride_token,
     q_stride_head,
-    num_rows,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     Q_LEN: tl.constexpr,
@@ -89,79 +99,69 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     TILE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
+    FETCH: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Attend along one span of the line of tiles, for `BLOCK_M` packed query rows, and leave a partial per unit."""
     ROWS: tl.constexpr = Q_LEN * GROUP
     SUB: tl.constexpr = TILE // BLOCK_N
+    if DEPENDENT:
+        # the combine may be brought onto the device: it waits for this whole launch before it reads a partial
+        tl.extra.cuda.gdc_launch_dependents()
     i_span = tl.program_id(0)
-    num_spans = tl.num_programs(0)
     o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
     m_m = o_m < ROWS
-    o_b = tl.arange(0, BLOCK_B)
-    b_base = tl.load(p_cum + o_b, mask=o_b < num_rows, other=2**30)
-    line = tl.load(p_cum + num_rows)
-    if SPLIT > 0:
-        b_base = b_base // SPLIT + o_b
-        line = line // SPLIT + num_rows
-    # int64: tiles times spans passes 2**31 at some million tokens
-    line = line.to(tl.int64) * HKV
-    if SPLIT == 0:
-        num_spans = used_spans(line, num_spans)
-    # programs past the spans in use get an empty span past the line's end
-    at = tl.minimum((line * i_span) // num_spans, line).to(tl.int32)
-    stop = tl.minimum((line * (i_span + 1)) // num_spans, line).to(tl.int32)
-    while at < stop:
-        row = tl.sum((b_base <= at // HKV).to(tl.int32), 0) - 1
-        begin = tl.load(p_ranges + 2 * row)
-        num_tiles = tl.load(p_ranges + 2 * row + 1) - begin
-        before = tl.load(p_cum + row)
-        if SPLIT > 0:
-            offset = at - (before // SPLIT + row) * HKV
-            pieces = tl.maximum((num_tiles + SPLIT - 1) // SPLIT, 1)
-            head = offset // pieces
-            lo = (offset % pieces) * SPLIT
-            # the numbering leaves holes between rows: nothing to do there
-            hi = tl.where(head < HKV, tl.minimum(lo + SPLIT, num_tiles), lo)
-            head = tl.minimum(head, HKV - 1)
-            partial = at
-            at += 1
-        else:
-            offset = at - before * HKV
-            head = offset // num_tiles
-            lo = offset - head * num_tiles
-            hi = tl.minimum(num_tiles, lo + stop - at)
-            partial = i_span + row * HKV + head
-            at += hi - lo
+    # one trip to memory and the address of the first keys is known
+    p_entry = p_entries + i_span * 8
+    partial = tl.load(p_entry)
+    after = tl.load(p_entry + 1)
+    unit = tl.load(p_entry + 2)
+    begin = tl.load(p_entry + 3)
+    end = tl.load(p_entry + 4)
+    slot = tl.load(p_entry + 5)
+    length = tl.load(p_entry + 6)
+    token = tl.load(p_entry + 7)
+    while partial >= 0:
+        row = unit // HKV
+        head = unit % HKV
+        if FETCH:
+            # the queries' own trip comes before the loop's first copies
+            fetch(p_k + slot.to(tl.int64) * K_STRIDE + head * D, length, o_n, FETCH, K_STRIDE, D, BLOCK_D)
+            fetch(p_v + slot.to(tl.int64) * V_STRIDE + head * DV, length, o_n, FETCH, V_STRIDE, DV, BLOCK_DV)
         o_token = row * Q_LEN + o_m // GROUP
         o_head = head * GROUP + o_m % GROUP
         b_limit = tl.load(p_positions + o_token, mask=m_m, other=-1)
         p_q_rows = p_q + o_token.to(tl.int64)[:, None] * q_stride_token + o_head[:, None] * q_stride_head
         b_q = tl.load(p_q_rows + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+        # what this program does next is read while it is busy here
+        p_entry = p_entries + (tl.num_programs(0) + tl.maximum(after, 0)).to(tl.int64) * 8
+        next_after = tl.load(p_entry + 1, mask=after >= 0, other=-1)
+        next_unit = tl.load(p_entry + 2, mask=after >= 0, other=0)
+        next_begin = tl.load(p_entry + 3, mask=after >= 0, other=0)
+        next_end = tl.load(p_entry + 4, mask=after >= 0, other=0)
+        next_slot = tl.load(p_entry + 5, mask=after >= 0, other=0)
+        next_length = tl.load(p_entry + 6, mask=after >= 0, other=0)
+        next_token = tl.load(p_entry + 7, mask=after >= 0, other=0)
         b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         b_total = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         # the tile's entry is carried one block ahead: a look-up inside the loop would cost the multi-buffering of
         # the loads that depend on it
-        p_entry = p_tiles + (begin + lo).to(tl.int64) * 4
-        slot = tl.load(p_entry, mask=lo < hi, other=0)
-        length = tl.load(p_entry + 1, mask=lo < hi, other=0)
-        token = tl.load(p_entry + 2, mask=lo < hi, other=0)
-        num_blocks = (hi - lo) * SUB
+        p_tile = p_tiles + begin.to(tl.int64) * 4
+        num_blocks = (end - begin) * SUB
         for i in tl.range(0, num_blocks, num_stages=STAGES):
             skip = (i % SUB) * BLOCK_N
             left = length - skip
             start = token + skip
             o_slot = slot.to(tl.int64) + skip
             # the last block looks at its own entry again: rows past a unit's tiles are never read
-            p_next = p_entry + (tl.minimum(i + 1, num_blocks - 1) // SUB) * 4
+            p_next = p_tile + (tl.minimum(i + 1, num_blocks - 1) // SUB) * 4
             slot = tl.load(p_next)
             length = tl.load(p_next + 1)
             token = tl.load(p_next + 2)
@@ -185,6 +185,14 @@ def decode_kernel(
         o_row = partial.to(tl.int64) * ROWS + o_m
         tl.store(p_lse2 + o_row, b_lse2, mask=m_m)
         tl.store(p_out + o_row[:, None] * DV + o_dv[None, :], b_out, mask=m_m[:, None] & (o_dv < DV)[None, :])
+        partial = after
+        after = next_after
+        unit = next_unit
+        begin = next_begin
+        end = next_end
+        slot = next_slot
+        length = next_length
+        token = next_token
 
 
 class DeviceLimits(NamedTuple):
@@ -193,6 +201,7 @@ class DeviceLimits(NamedTuple):
     multiprocessors: int
     shared_bytes: int
     warp_group_products: bool
+    dependent_launch: bool = False
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -201,26 +210,43 @@ def device_limits(device: torch.device) -> DeviceLimits:
         return DeviceLimits(4, 227 * 1024, True)
     properties = torch.cuda.get_device_properties(device)
     return DeviceLimits(
-        properties.multi_processor_count, properties.shared_memory_per_multiprocessor, properties.major == 9
+        properties.multi_processor_count,
+        properties.shared_memory_per_multiprocessor,
+        properties.major == 9,
+        properties.major >= 9,
     )
 
 
-def largest_block(tile_tokens: int, dim: int, element_bytes: int) -> int:
-    """Return the most tokens, dividing a tile, of which keys and values fit 32 KiB; at least the matrix unit's 16."""
+def largest_block(tile_tokens: int, dim: int, element_bytes: int, num_bytes: int = 32 * 1024) -> int:
+    """Return the most tokens, dividing a tile, whose keys and values fit `num_bytes`; at least the matrix unit's 16."""
     block = tile_tokens
-    while block > 16 and 2 * block * dim * element_bytes > 32 * 1024:
+    while block > 16 and 2 * block * dim * element_bytes > num_bytes:
         block //= 2
     return block
 
 
 class DecodePlan(NamedTuple):
-    """How one decode call is launched. All of it is fixed when a graph is captured; no length enters."""
+    """How one decode call is launched. All of it is fixed when a graph is captured; no length enters.
+
+    Attributes:
+        fetch: ask for the first block of keys and values before the queries are read.
+        dependent: let the combine come onto the device before the decode kernel ends.
+    """
 
     num_spans: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    fetch: bool = False
+    dependent: bool = False
+
+
+LARGE_BLOCK_BYTES = 64 * 1024
+"""Keys and values of a block where one program has a multiprocessor to itself."""
+
+FEW_ROWS, MANY_ROWS = 9, 24
+"""Fewer rows are cut into equal pieces, and so are as many or more; rows between are taken for ragged ones."""
 
 
 def decode_launch_plan(
@@ -232,45 +258,72 @@ def decode_launch_plan(
     tile_capacity: int,
     device: DeviceLimits,
     *,
+    q_len: int = 1,
     tile_tokens: int = TILE_TOKENS,
     deterministic: bool = False,
 ) -> DecodePlan:
     """Choose spans and tile shape; the one place where the cost of a decode call is judged.
 
     Args:
-        packed_rows: `q_len * G`, rows that share a KV head's keys.
+        packed_rows: `q_len * G`, rows that share a KV head's keys. Does not enter the number of spans, which is fixed
+            when a step begins, before any query is there.
         head_dim: the wider of key and value size.
         tile_capacity: most tiles that the tables can hold.
         deterministic: choose from head size and type alone, so that bits do not follow the batch or q_len.
 
     Notes:
-        Programs per multiprocessor: as many as shared memory and registers hold, at most 3. Where a whole number of
-        spans per unit nearly fills the device it is taken, since equal rows then are cut into equal pieces with the
-        fewest partials; else the device is filled exactly, and spans cross units. First version, from probes on one
-        H200 (8 KV heads of 128: 64 x 4 warps x 3 stages the best or near it from 8K to 128K tokens).
+        Fitted to a sweep on one H200 (29 Nov 2026, bf16, D 128, 8 KV heads, medians in us; block/warps/stages x spans):
+        one row: 128/4/3 x 128 the best at 8K (15.4 against 19.0 for 64/4/3 x 392), 16K (24.3) and within 0.6% of the
+        best at 32K to 128K; 8 rows: 128/8/3 x 128 (8K 67.6, 32K 241.5); 32 rows of 8K: 64/8/3 x 256 (244.5; x 264
+        251.0: a whole number of spans per unit cuts equal rows into equal pieces, with the fewest partials); 16 ragged
+        rows: 64/4/4 x 792 (332.4; blocks of 128 346.1). 8 tokens a row: 64/4/3 x 264 (134.8; x 392 157.5).
+        Other head sizes and types take the block of the same bytes.
     """
     # more than 64 rows without warp-group products spill registers: those rows read the keys twice instead
     largest = 128 if device.warp_group_products else 64
     block_m = 16 if deterministic else min(largest, max(16, triton.next_power_of_2(packed_rows)))
     dim = triton.next_power_of_2(head_dim)
-    block_n, num_stages = largest_block(tile_tokens, dim, element_bytes), 3
-    num_warps = 8 if block_m == largest else 4
-    program_bytes = (num_stages - 1) * 2 * block_n * dim * element_bytes + (block_m + 16) * dim * element_bytes
-    by_registers = 3 if block_m == 16 else 2 if block_m <= 32 else 1
-    occupancy = max(1, min(by_registers, device.shared_bytes // program_bytes))
+    block_n, num_warps, num_stages = largest_block(tile_tokens, dim, element_bytes), 4, 3
     units = max(1, num_rows * num_kv_heads)
-    resident = device.multiprocessors * occupancy
+    per_sm, waves = 2, 1
+    if not (deterministic or element_bytes == 4 or q_len > 1) and device.warp_group_products:
+        if num_rows < FEW_ROWS:
+            block_n = largest_block(tile_tokens, dim, element_bytes, LARGE_BLOCK_BYTES)
+            # narrow heads: a whole tile has half the bytes, so there are two programs
+            per_sm = 1 if 2 * block_n * dim * element_bytes > LARGE_BLOCK_BYTES // 2 else 2
+            num_warps = 4 if num_rows == 1 or per_sm == 2 else 8
+        elif num_rows < MANY_ROWS:
+            num_stages, waves = 4, 3
+        else:
+            num_warps = 8
+    if block_m > 16:
+        block_n, num_stages = largest_block(tile_tokens, dim, element_bytes), 3
+        num_warps = 8 if block_m == largest else 4
+    num_spans = max(1, min(spread(units, device.multiprocessors * per_sm, waves), tile_capacity * num_kv_heads))
+    return DecodePlan(
+        num_spans, block_m, block_n, num_warps, num_stages, device.dependent_launch, device.dependent_launch
+    )
+
+
+def spread(units: int, resident: int, waves: int) -> int:
+    """Return how many spans units get: a whole number each where that nearly fills the device, else a full device.
+
+    Example: 8 units and room for 132 programs: 16 each, 128; 24 units: 5 each, 120; 100 units: 132.
+    """
     whole = units * max(1, resident // units)
-    num_spans = whole if 0.9 * resident <= whole <= resident else resident
-    num_spans = max(1, min(num_spans, tile_capacity * num_kv_heads))
-    return DecodePlan(num_spans, block_m, block_n, num_warps, num_stages)
+    if waves == 1 and 0.9 * resident <= whole <= resident:
+        return whole
+    return resident * waves
 
 
-def max_partials(num_spans: int, num_rows: int, num_kv_heads: int, tile_capacity: int, split_tiles: int = 0) -> int:
-    """Return how many partials a call may number: spans + units, or the pieces of the deterministic schedule."""
-    if split_tiles > 0:
-        return (tile_capacity // split_tiles + num_rows) * num_kv_heads
-    return num_spans + num_rows * num_kv_heads
+def plan_spans(
+    num_rows: int, num_kv_heads: int, q_len: int, head_dim: int, dtype: torch.dtype, tile_capacity: int, device: Any
+) -> int:
+    """Return the spans of a step's decode rows, which are fixed before the queries are there."""
+    plan = decode_launch_plan(
+        num_rows, num_kv_heads, q_len, head_dim, dtype.itemsize, tile_capacity, device_limits(device), q_len=q_len
+    )
+    return plan.num_spans
 
 
 def check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
@@ -278,6 +331,14 @@ def check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
         if pool.stride(2) != 1 or pool.stride(1) != pool.shape[2]:
             raise ValueError(f"{name} {list(pool.shape)} must have dense heads, got strides {pool.stride()}")
+
+
+def scheduled(tables: KVTables, num_kv_heads: int, num_spans: int | None, split_tiles: int) -> Schedule | None:
+    """Return the tables' own schedule where it is the one asked for; `num_spans` None takes any."""
+    schedule = tables.schedule
+    if schedule is None or schedule.num_kv_heads != num_kv_heads or schedule.split_tiles != split_tiles:
+        return None
+    return schedule if num_spans in (None, schedule.num_spans) else None
 
 
 def decode_splits(
@@ -300,15 +361,16 @@ def decode_splits(
     """Attend as `decode` does, but leave the partials in the workspace, for a merge that joins them itself.
 
     Args:
-        num_spans: programs that share the tiles; None lets `decode_launch_plan` choose.
+        num_spans: programs that share the tiles; None takes those of the tables' schedule, or lets
+            `decode_launch_plan` choose.
         workspace: memory for the partials; None allocates it.
         split_tiles: above 0, cut every row at multiples of so many tiles (deterministic schedule).
         tile_tokens: tokens of a full tile in `tables`.
         plan: launch parameters in place of the chosen ones.
 
     Notes:
-        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. One launch.
-        The splits are good until the workspace is used again.
+        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. One launch, and one before it
+        where the tables bring no schedule, or another one. The splits are good until the workspace is used again.
     """
     check_attention(q, k_pool, v_pool)
     check_decode(q, tables, q_positions, q_len)
@@ -317,33 +379,40 @@ def decode_splits(
     num_kv_heads, v_dim = v_pool.shape[1:]
     group = num_q_heads // num_kv_heads
     packed, capacity = q_len * group, tables.tile_table.shape[0]
+    element_bytes = k_pool.element_size()
+    wanted = num_spans if num_spans is not None or plan is None else plan.num_spans
     if plan is None:
         plan = decode_launch_plan(
             num_rows,
             num_kv_heads,
             packed,
             max(head_dim, v_dim),
-            k_pool.element_size(),
+            element_bytes,
             capacity,
             device_limits(q.device),
+            q_len=q_len,
             tile_tokens=tile_tokens,
             deterministic=split_tiles > 0,
         )
-    if num_spans is not None:
-        plan = plan._replace(num_spans=num_spans)
-    partials = max_partials(plan.num_spans, num_rows, num_kv_heads, capacity, split_tiles)
+    schedule = scheduled(tables, num_kv_heads, wanted, split_tiles)
+    if schedule is None:
+        tables = with_schedule(tables, num_kv_heads, plan.num_spans if wanted is None else wanted, split_tiles)
+        schedule = tables.schedule
+        assert schedule is not None
+    partials = schedule.entries.shape[0] - schedule.num_spans
     if workspace is None:
         workspace = DecodeWorkspace.for_partials(partials, packed, v_dim, q.device)
     partial_out, partial_lse2 = workspace.take(partials, packed, v_dim)
     q = q if q.stride(2) == 1 else q.contiguous()
-    if num_rows and capacity:
-        decode_kernel[(plan.num_spans, triton.cdiv(packed, plan.block_m))](
+    block_d, block_dv = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(v_dim))
+    line = 128 // element_bytes
+    if num_rows:
+        decode_kernel[(schedule.num_spans, triton.cdiv(packed, plan.block_m))](
             q,
             k_pool,
             v_pool,
             tables.tile_table,
-            tables.tile_ranges,
-            tables.cum_tiles,
+            schedule.entries,
             q_positions,
             partial_out,
             partial_lse2,
@@ -351,24 +420,23 @@ def decode_splits(
             softcap * LOG2_E,
             q.stride(0),
             q.stride(1),
-            num_rows,
             num_kv_heads,
             group,
             q_len,
             head_dim,
             v_dim,
-            max(16, triton.next_power_of_2(head_dim)),
-            max(16, triton.next_power_of_2(v_dim)),
+            block_d,
+            block_dv,
             k_pool.stride(0),
             v_pool.stride(0),
             plan.block_m,
             plan.block_n,
             tile_tokens,
-            triton.next_power_of_2(num_rows),
-            split_tiles,
             window,
             softcap != 0.0,
             plan.num_stages,
+            line if plan.fetch and min(block_d, block_dv) >= line else 0,
+            plan.dependent,
             num_warps=plan.num_warps,
         )
     return Splits(
@@ -379,8 +447,10 @@ def decode_splits(
         num_kv_heads,
         q_len,
         group,
-        plan.num_spans,
+        schedule.num_spans,
         split_tiles,
+        schedule.ranges,
+        plan.dependent and num_rows > 0,
     )
 
 
@@ -399,7 +469,7 @@ def decode(
         options: those of `decode_splits`.
 
     Notes:
-        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. Two launches.
+        In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. Two launches, three where the
+        tables bring no schedule.
     """
-    splits = decode_splits(q, k_pool, v_pool, tables, q_positions, q_len, **options)
-    return launch_combine(*splits[:7], num_spans=splits.num_spans, split_tiles=splits.split_tiles)
+    return combine_splits(decode_splits(q, k_pool, v_pool, tables, q_positions, q_len, **options))

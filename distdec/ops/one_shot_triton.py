@@ -44,10 +44,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from distdec.ops.combine_triton import LN2, combine_block, fold_partials, unit_partials
+from distdec.ops.combine_triton import (
+    FROM_TABLE,
+    LN2,
+    LOG2E,
+    add_sink,
+    combine_block,
+    flag_failure,
+    fold_partials,
+    unit_range,
+)
 from distdec.ops.splits import Splits
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 MAX_PROGRAMS_PER_SM = 4
 """Programs of `NUM_WARPS` warps that an SM surely holds at once: 4 x 128 threads x `MAX_REGISTERS` = 64K registers."""
@@ -98,13 +105,6 @@ class Slab(NamedTuple):
 def slot_bytes(dim: int, element_bytes: int) -> int:
     """Bytes of one slot: the row rounded up to 16 bytes, and its LSE."""
     return -(-dim * element_bytes // 16) * 16 + LSE_BYTES
-
-
-@triton.jit
-def flag_failure(b_out, lse2):
-    """Return lse2, NaN where the row holds a number that is not finite: that fails it on every rank, in all columns."""
-    bad = tl.max((tl.abs(b_out) < float("inf")).to(tl.int32) ^ 1, 0)
-    return tl.where((bad != 0) | (lse2 == float("inf")), float("nan"), lse2)
 
 
 @triton.jit
@@ -168,16 +168,6 @@ def merge_row(at, o_d, m_d, N: tl.constexpr, CAPACITY: tl.constexpr, SLOT: tl.co
     return b_acc / total, top + tl.log2(total), bad
 
 
-@triton.jit
-def add_sink(b_out, lse2, sink):
-    """Add one more term of the softmax, without a value; a row without keys stays one."""
-    seen = lse2 != float("-inf")
-    top = tl.where(seen, tl.maximum(lse2, sink), 0.0)
-    weight = tl.exp2(lse2 - top)
-    total = tl.where(seen, weight + tl.exp2(sink - top), 1.0)
-    return b_out * (weight / total), tl.where(seen, top + tl.log2(total), lse2)
-
-
 # rank and the counts are left unspecialised: every rank must run the very same instructions
 @triton.jit(do_not_specialize=["num_items", "num_rows", "num_spans", "rank", "out_stride", "spin_limit"])
 def one_shot_kernel(
@@ -216,8 +206,8 @@ def one_shot_kernel(
     """Push, wait and merge; protocol in the module's docstring.
 
     Item i is row `i % R` of unit `i // R`, R = Q_LEN * G, unit = row * HKV + kv head, as `decode` leaves them in its
-    workspace; SPLIT and `num_spans` are the schedule. With SPLIT `JOINED` the input is a `Partial` [T, Hq, D], LSE in
-    natural log, with Q_LEN 1, HKV 1, G = Hq.
+    workspace; `p_cum`, SPLIT and `num_spans` are the schedule, as in `combine_kernel`. With SPLIT `JOINED` the input
+    is a `Partial` [T, Hq, D], LSE in natural log, with Q_LEN 1, HKV 1, G = Hq.
     COLUMNS: width of a rank's share of the Hq * D columns, 0 where every rank gets all.
     PUSH, MERGE: both in one launch; apart, in two launches, where all ranks are simulated one after the other.
     """
@@ -249,7 +239,7 @@ def one_shot_kernel(
                 b_out = tl.load(p_in + wide * item + o_d, mask=m_d, other=0.0).to(tl.float32)
                 b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
             else:
-                first, count = unit_partials(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
+                first, count = unit_range(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
                 b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, D, BLOCK_D, BLOCK_C)
             lse2 = flag_failure(b_out, lse2)
             column = (head * G + r % G) * D
@@ -341,11 +331,12 @@ def one_shot(
     if num_items == 0:
         return
     joined = splits.cum_tiles is None
+    table, kind = (splits.cum_tiles, splits.split_tiles) if splits.ranges is None else (splits.ranges, FROM_TABLE)
     block_d = triton.next_power_of_2(dim)
     one_shot_kernel[(min(num_items, slab.channels),)](
         splits.out,
         splits.lse,
-        splits.lse if joined else splits.cum_tiles,
+        splits.lse if joined else table,
         out,
         lse,
         lse if sinks is None else sinks,
@@ -369,7 +360,7 @@ def one_shot(
         block_d,
         triton.next_power_of_2(slab.num_ranks),
         splits_at_once(splits, block_d),
-        JOINED.value if joined else splits.split_tiles,
+        JOINED.value if joined else kind,
         columns,
         sinks is not None,
         push,

@@ -198,7 +198,7 @@ def prefill_launch_plan(
     """
     dim = triton.next_power_of_2(head_dim)
     num_stages = 3
-    block_n = largest_block(tile_tokens, dim, element_bytes)
+    block_n = largest_block(min(64, tile_tokens), dim, element_bytes)
     if element_bytes == 4:
         # no matrix unit: plain multiplications hold all operands in registers
         largest, num_warps, num_stages, block_n = 32, 8, 2, min(32, block_n)

@@ -10,16 +10,18 @@ from distdec.ops.partial import Partial
 
 
 class Splits(NamedTuple):
-    """Unmerged partials of one rank's decode rows. Which of them belong to a unit: `combine_triton.py`.
+    """Unmerged partials of one rank's decode rows. Which of them belong to a unit: `spans.py`.
 
     Attributes:
         num_rows, num_kv_heads, q_len, group_size: of the decode call; B * q_len tokens, Hq = num_kv_heads * group_size.
         num_spans, split_tiles: the schedule that cut the work.
+        dependent: the kernel that made them lets the next launch come onto the device early.
 
     Shapes:
         out: [N, q_len * G, Dv] float32, normalised
         lse: [N, q_len * G] float32, in BASE 2, which never leaves a workspace
         cum_tiles: [B + 1] int32; None where there is one partial a token and head, a `Partial`, its lse natural
+        ranges: [B * Hkv, 2] int32, first partial of each unit and the one past its last; None: work it out
     """
 
     out: Tensor
@@ -31,6 +33,8 @@ class Splits(NamedTuple):
     group_size: int
     num_spans: int = 0
     split_tiles: int = 0
+    ranges: Tensor | None = None
+    dependent: bool = False
 
     @classmethod
     def of(cls, partial: Partial) -> Splits:

@@ -1,0 +1,89 @@
+"""Deal a step's tiles to the decode programs: which stretch each one attends to, and which partials a unit gets.
+
+A unit is one row's queries on one KV head, `u = row * Hkv + kv_head`. The tiles of all units lie on one line of
+`W = cum_tiles[B] * Hkv` tiles, those of unit u from `cum_tiles[row] * Hkv + kv_head * n_row` on. With P spans in use,
+at most W so that none is empty, span p owns tiles `W * p // P` to `W * (p + 1) // P - 1`. The partial that span p
+leaves of unit u has number `p + u`: along the line p and u never fall and one of them always rises, so the numbers are
+unique, and within a unit they are contiguous.
+
+Example: rows of 3, 0 and 2 tiles, 1 KV head, P = 2: W = 5, span 0 owns tiles 0 and 1, span 1 tiles 2 to 4. Unit 0
+(tiles 0 to 2) has partials 0 + 0 and 1 + 0; unit 2 (tiles 3 and 4) has partial 1 + 2.
+
+The deterministic schedule cuts every unit at multiples of `split_tiles` tiles instead. Row b's units have
+`ceil(n_b / split_tiles)` pieces each, numbered from `(cum_tiles[b] // split_tiles + b) * Hkv` on: that leaves room for
+all, since `(c + n) // s + 1 >= c // s + ceil(n / s)`. A span is then a stretch of those numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distdec.ops.tables import KVTables, Schedule
+
+
+def max_partials(num_spans: int, num_rows: int, num_kv_heads: int, tile_capacity: int, split_tiles: int = 0) -> int:
+    """Return how many partials a call may number: spans + units, or the pieces of the deterministic schedule."""
+    if split_tiles > 0:
+        return (tile_capacity // split_tiles + num_rows) * num_kv_heads
+    return num_spans + num_rows * num_kv_heads
+
+
+def empty_schedule(
+    num_rows: int,
+    num_kv_heads: int,
+    num_spans: int,
+    tile_capacity: int,
+    device: torch.device | str,
+    split_tiles: int = 0,
+) -> Schedule:
+    """Allocate a schedule for `derive_spans` to write."""
+    partials = max_partials(num_spans, num_rows, num_kv_heads, tile_capacity, split_tiles)
+    entries = torch.empty((num_spans + partials, 8), dtype=torch.int32, device=device)
+    ranges = torch.empty((num_rows * num_kv_heads, 2), dtype=torch.int32, device=device)
+    return Schedule(entries, ranges, num_kv_heads, num_spans, split_tiles)
+
+
+def derive_spans(tables: KVTables, schedule: Schedule) -> None:
+    """Write the schedule of a step's rows.
+
+    Args:
+        tables: their tiles; only lengths in device memory count, so that a captured graph may follow the step.
+        schedule: output; its integers say how to cut.
+
+    Notes:
+        In-place: writes the schedule's tensors. Graph-safe and without host sync in the Triton twin; here the tables
+        are read.
+    """
+    tiles, ranges, cum = tables.tile_table.tolist(), tables.tile_ranges.tolist(), tables.cum_tiles.tolist()
+    heads, num_spans, split = schedule.num_kv_heads, schedule.num_spans, schedule.split_tiles
+    segments = []  # (span, partial, unit, begin, end), in the order of the line
+    line = cum[-1] * heads
+    spans = max(min(line, num_spans), 1)
+    if split:
+        line = (cum[-1] // split + len(ranges)) * heads
+    for row, (begin, end) in enumerate(ranges):
+        for head in range(heads):
+            unit, count = row * heads + head, end - begin
+            first = len(segments)
+            if split:
+                number = (cum[row] // split + row) * heads + head * -(-count // split)
+                for lo in range(0, count, split):
+                    owner = ((number + 1) * num_spans - 1) // line
+                    segments.append((owner, number, unit, begin + lo, begin + min(lo + split, count)))
+                    number += 1
+            elif count:
+                start = cum[row] * heads + head * count
+                for span in range(((start + 1) * spans - 1) // line, ((start + count) * spans - 1) // line + 1):
+                    lo = max(line * span // spans - start, 0)
+                    hi = min(line * (span + 1) // spans - start, count)
+                    segments.append((span, span + unit, unit, begin + lo, begin + hi))
+            mine = segments[first:]
+            pair = [mine[0][1], mine[-1][1] + 1] if mine else [0, 0]
+            schedule.ranges[unit] = torch.tensor(pair, dtype=torch.int32)
+    schedule.entries[:num_spans, 0] = -1
+    seen = -1
+    for at, (span, partial, unit, begin, end) in enumerate(segments):
+        after = segments[at + 1] if at + 1 < len(segments) else (-1, -1)
+        entry = [partial, after[1] if after[0] == span else -1, unit, begin, end, *tiles[begin][:3]]
+        schedule.entries[span if span != seen else num_spans + partial] = torch.tensor(entry, dtype=torch.int32)
+        seen = span
