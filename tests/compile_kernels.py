@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from distdec.ops import combine_triton, decode_triton, prefill_triton, schedule_triton, spans_triton, store_kv_triton
 from distdec.ops.tables import KVTables
@@ -69,6 +70,11 @@ def compile_launch(kernel, args, options, arch):
     for index, (parameter, value) in enumerate(zip(kernel.params, args, strict=True)):
         if parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif value is None:
+            signature[parameter.name], constants[parameter.name] = "constexpr", None
+        elif isinstance(value, TensorDescriptor):
+            block = ", ".join(map(str, value.block_shape))
+            signature[parameter.name] = f"tensordesc<{TYPES[value.base.dtype][1:]}[{block}]>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
@@ -90,6 +96,12 @@ def resources(compiled):
     text = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     return usage["REG"], usage["STACK"] + usage["LOCAL"]
+
+
+def product_order(ptx):
+    """Return the order of warp-group products (M, a run of them is one), waits for them (W) and barriers (B)."""
+    found = re.findall(r"(wgmma\.mma_async)|(wgmma\.wait_group)|(bar\.sync)", ptx)
+    return re.sub("M+", "M", "".join("MWB"[[bool(x) for x in groups].index(True)] for groups in found))
 
 
 def tables(rows, tiles):
@@ -211,6 +223,8 @@ def main():
             "cp_async": len(re.findall(r"cp\.async\.c[ag]\.shared", ptx)),
             "wait_groups": [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)],
             "wgmma": ptx.count("wgmma.mma_async"),
+            "order": product_order(ptx),
+            "bulk": ptx.count("cp.async.bulk.tensor"),
             "mma": ptx.count("mma.sync"),
             "launch_dependents": ptx.count("griddepcontrol.launch_dependents"),
             "dependency_wait": ptx.count("griddepcontrol.wait"),

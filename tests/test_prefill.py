@@ -1,7 +1,11 @@
 """Prefill against fp64 attention over the whole sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import triton
+import triton.language as tl
 from cases import GPU_PREFILL_CASES, PREFILL_CASES, Case, Inputs, build, case_id, truth
 from compare import as_good_as_eager, close_partial, nan_filled_empty
 
@@ -9,7 +13,7 @@ from distdec.ops.backends import get_backend
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.decode_triton import TILE_TOKENS, DeviceLimits
 from distdec.ops.prefill import prefill
-from distdec.ops.prefill_triton import PrefillPlan, prefill_launch_plan
+from distdec.ops.prefill_triton import PrefillPlan, describable, prefill_launch_plan, stretch_end
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -66,6 +70,7 @@ def test_padding_tokens_inside_a_row_see_nothing(name):
     case = PREFILL_CASES[0]
     inputs = build(case)
     inputs.q_positions[[38, 39, 60]] = -1
+    inputs.q[[38, 39, 60]] = torch.nan
     got, want = run(name, case, inputs), truth(inputs)
     assert (got.lse[[38, 39, 60]] == -torch.inf).all()
     close_partial(got, want)
@@ -97,6 +102,68 @@ def test_blocks_smaller_than_a_tile_cover_it():
     close_partial(run("triton", case, inputs, plan=plan), truth(inputs))
 
 
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("number", [0, 2, 4, 11, 12, 13, 14])
+def test_blocks_without_masks_give_the_same_result(number, descriptors):
+    # queries far from the start, so that most tiles are full and seen by all of them
+    case = replace(PREFILL_CASES[number], kv_lens=(150, 90), q_lens=(20, 33), num_q_heads=4, num_kv_heads=2)
+    for block_n, tile_tokens in ((16, 32), (32, 32)):
+        inputs = build(replace(case, tile_tokens=tile_tokens))
+        plan = PrefillPlan(32, block_n, 1, 4, 3, descriptors=descriptors)
+        close_partial(run("triton", replace(case, tile_tokens=tile_tokens), inputs, plan=plan), truth(inputs))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_scales_that_turn_or_level_the_scores(name, scale, softcap):
+    case = replace(PREFILL_CASES[2], softcap=softcap)
+    inputs = build(case)
+    inputs.options["scale"] = scale
+    close_partial(run(name, case, inputs), truth(inputs))
+
+
+def test_the_copy_engine_is_left_out_where_it_cannot_read():
+    pool = torch.zeros(6, 2, 16, dtype=torch.float16)
+    assert describable(pool)
+    assert not describable(torch.zeros(6, 2, 80, dtype=torch.float16))
+    odd = torch.zeros(6 * 33, dtype=torch.float16).as_strided((6, 2, 16), (33, 16, 1))
+    assert not describable(odd)
+    shifted = torch.zeros(6 * 32 + 1, dtype=torch.float16)[1:].view(6, 2, 16)
+    assert not describable(shifted)
+
+
+@triton.jit
+def stretches_kernel(p_tiles, p_ends, end, oldest, newest, TILE: tl.constexpr, WINDOW: tl.constexpr):
+    """Write the ends of the stretches in turn: of whole tiles, of others, and so on."""
+    at = 0
+    while at < end:
+        at = stretch_end(p_tiles, at, end, oldest, newest, True, TILE, WINDOW, 4)
+        tl.store(p_ends, at)
+        at = stretch_end(p_tiles, at, end, oldest, newest, False, TILE, WINDOW, 4)
+        tl.store(p_ends + 1, at)
+        p_ends += 2
+
+
+@pytest.mark.parametrize(
+    ("newest", "window", "lengths", "ends"),
+    [
+        (200, 0, [8] * 9, [9, 9]),
+        (200, 0, [8] * 8, [8, 8]),
+        (200, 0, [3, 8, 8, 7, 7, 8, 8, 8, 8, 1], [0, 1, 3, 5, 9, 10]),
+        # the last two tiles end after the oldest query, at 55
+        (60, 0, [8] * 9, [7, 9]),
+        # the window hides tokens up to 20 from the newest query, in tiles 0, 1 and 2
+        (60, 40, [8] * 7, [0, 3, 7, 7]),
+    ],
+)
+def test_stretches_of_tiles_that_need_no_mask(newest, window, lengths, ends):
+    tiles = torch.tensor([[0, n, 8 * i, 0] for i, n in enumerate(lengths)], dtype=torch.int32)
+    got = torch.full((len(ends) + 2,), -1, dtype=torch.int32)
+    stretches_kernel[(1,)](tiles, got, len(lengths), 55 if newest == 60 else 190, newest, 8, window)
+    assert got.tolist() == [*ends, -1, -1]
+
+
 def test_no_tokens_give_an_empty_partial():
     inputs = build(PREFILL_CASES[0])
     for name in IMPLEMENTATIONS:
@@ -121,6 +188,9 @@ def test_launch_plans_are_legal(max_q_len, group, dim, size):
         assert plan.block_m in (16, 32, 64, 128) and plan.num_warps in (4, 8)
         assert TILE_TOKENS % plan.block_n == 0 and plan.block_n >= 16
         assert 1 <= plan.num_splits <= 16
+        assert not plan.descriptors or (device.warp_group_products and size == 2)
+        held = plan.num_stages * 2 * plan.block_n * triton.next_power_of_2(dim) * size
+        assert held + plan.block_m * triton.next_power_of_2(dim) * size < device.shared_bytes
     # many query tiles need no split, few do
     assert prefill_launch_plan(4096, 1, 4096, 8, 4, 128, 2, 1000, device).num_splits == 1
     assert prefill_launch_plan(32, 1, 32, 8, 4, 128, 2, 1000, device).num_splits > 1

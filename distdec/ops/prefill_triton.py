@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.combine_triton import LN2, LOWEST, combine_splits_kernel
@@ -27,7 +28,7 @@ from distdec.ops.decode_triton import (
     device_limits,
     finish_softmax,
     largest_block,
-    softmax_step,
+    tanh,
 )
 from distdec.ops.partial import Partial
 from distdec.ops.prefill import check_prefill
@@ -54,11 +55,91 @@ def first_tile_past(p_tiles, begin, end, position, ENDS: tl.constexpr):
     return lo
 
 
+@triton.jit
+def stretch_end(
+    p_tiles,
+    begin,
+    end,
+    oldest,
+    newest,
+    WHOLE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Return where the stretch of tiles from `begin` ends that all queries see entirely (not WHOLE: of the others).
+
+    Such a tile is full and holds no key after the oldest query position nor one that the window hides from the newest.
+    """
+    at = begin
+    while at < end:
+        o_tile = at + tl.arange(0, SCAN)
+        p_entries = p_tiles + o_tile.to(tl.int64) * 4
+        length = tl.load(p_entries + 1, mask=o_tile < end, other=0)
+        token = tl.load(p_entries + 2, mask=o_tile < end, other=0)
+        whole = (length == TILE) & (token + TILE - 1 <= oldest)
+        if WINDOW > 0:
+            whole &= token > newest - WINDOW
+        stops = (o_tile >= end) | (whole != WHOLE)
+        past = at + SCAN
+        at = tl.min(tl.where(stops, o_tile, past), 0)
+        end = tl.where(at < past, at, end)
+    return at
+
+
+@triton.jit
+def load_rows(p_rows, o_row, o_d, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load rows of keys or values that all exist, columns past D as 0."""
+    p_block = p_rows + o_row[:, None] * STRIDE + o_d[None, :]
+    if D == BLOCK_D:
+        return tl.load(p_block)
+    return tl.load(p_block, mask=(o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def fold_keys(
+    b_q,
+    b_k,
+    b_v,
+    m_seen,
+    b_max,
+    b_total,
+    b_acc,
+    score_scale,
+    cap_log2,
+    SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Fold one block of keys into a running softmax in base 2 and return (b_max, b_total, b_acc).
+
+    `score_scale` is scale * log2(e), not negative; with a softcap it is scale / softcap and `cap_log2` is
+    softcap * log2(e). Where all keys are seen, scores are scaled on the way into exp2, one multiply-add for both.
+    """
+    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if SOFTCAP:
+        b_s = tanh(b_s * score_scale)
+        score_scale = cap_log2
+    if MASKED:
+        # scaled first: a scale of 0 would make NaN of -inf
+        b_s = tl.where(m_seen, b_s * score_scale, float("-inf"))
+        b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
+        b_p = tl.exp2(b_s - b_max_new[:, None])
+    else:
+        b_max_new = tl.maximum(b_max, tl.max(b_s, 1) * score_scale)
+        b_p = tl.exp2(b_s * score_scale - b_max_new[:, None])
+    b_decay = tl.exp2(b_max - b_max_new)
+    b_total = b_total * b_decay + tl.sum(b_p, 1)
+    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
+    return b_max_new, b_total, b_acc
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def prefill_kernel(
     p_q,
     p_k,
     p_v,
+    d_k,
+    d_v,
     p_tiles,
     p_ranges,
     p_positions,
@@ -86,15 +167,21 @@ def prefill_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    NEGATIVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Attend with one query tile on one KV head over one split of the tiles that it can see."""
     SUB: tl.constexpr = TILE // BLOCK_N
+    # masks take registers: smaller blocks where they are needed
+    EDGE_N: tl.constexpr = BLOCK_N if BLOCK_N < 64 else 64
+    EDGE_SUB: tl.constexpr = TILE // EDGE_N
+    SCAN: tl.constexpr = 256
     # the last query tiles of a prompt see the most keys: they start first, so that no long one is left over at the end
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
     o_n = tl.arange(0, BLOCK_N)
+    o_edge = tl.arange(0, EDGE_N)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
     o_b = tl.arange(0, BLOCK_B)
@@ -114,48 +201,91 @@ def prefill_kernel(
         begin = tl.load(p_ranges + 2 * row, mask=row < num_rows, other=0)
         end = tl.load(p_ranges + 2 * row + 1, mask=row < num_rows, other=0)
         # tiles after the newest query or before the oldest one's window are left out
-        end = first_tile_past(p_tiles, begin, end, tl.max(b_limit, 0), False)
+        newest = tl.max(b_limit, 0)
+        oldest = tl.min(tl.where(b_limit < 0, 2**31 - 1, b_limit), 0)
+        end = first_tile_past(p_tiles, begin, end, newest, False)
         if WINDOW > 0:
-            oldest = tl.min(tl.where(b_limit < 0, 2**31 - 1, b_limit), 0)
             begin = first_tile_past(p_tiles, begin, end, oldest - WINDOW + 1, True)
-        lo = begin + (end - begin) * split // SPLITS
-        hi = begin + (end - begin) * (split + 1) // SPLITS
+        at = begin + (end - begin) * split // SPLITS
+        stop = begin + (end - begin) * (split + 1) // SPLITS
         p_q_rows = p_q + o_token.to(tl.int64)[:, None] * q_stride_token + o_head[:, None] * q_stride_head
         b_q = tl.load(p_q_rows + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
+        if NEGATIVE:
+            # the largest score is looked for before the scaling, which must not turn the order
+            b_q = -b_q
+            score_scale = -score_scale
         b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         b_total = tl.zeros([BLOCK_M], tl.float32)
         b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        # carried one block ahead, see decode_kernel
-        p_entry = p_tiles + lo.to(tl.int64) * 4
-        slot = tl.load(p_entry, mask=lo < hi, other=0)
-        length = tl.load(p_entry + 1, mask=lo < hi, other=0)
-        token = tl.load(p_entry + 2, mask=lo < hi, other=0)
-        num_blocks = (hi - lo) * SUB
-        for i in tl.range(0, num_blocks, num_stages=STAGES):
-            skip = (i % SUB) * BLOCK_N
-            left = length - skip
-            start = token + skip
-            o_slot = slot.to(tl.int64) + skip
-            p_next = p_entry + (tl.minimum(i + 1, num_blocks - 1) // SUB) * 4
-            slot = tl.load(p_next)
-            length = tl.load(p_next + 1)
-            token = tl.load(p_next + 2)
-            m_n = o_n < left
-            p_keys = p_k + o_slot * K_STRIDE + head * D
-            b_k = tl.load(
-                p_keys + o_n[:, None] * K_STRIDE + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0
-            )
-            p_values = p_v + o_slot * V_STRIDE + head * DV
-            b_v = tl.load(
-                p_values + o_n[:, None] * V_STRIDE + o_dv[None, :], mask=m_n[:, None] & (o_dv < DV)[None, :], other=0.0
-            )
-            m_seen = o_n[None, :] < tl.minimum(left, b_limit - start + 1)[:, None]
-            if WINDOW > 0:
-                m_seen &= o_n[None, :] > (b_limit - WINDOW - start)[:, None]
-            b_max, b_total, b_acc = softmax_step(
-                b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP
-            )
+        while at < stop:
+            # two loops in turn: one without any mask, for nearly all tiles of a long prompt, and one for the rest
+            lo = at
+            at = stretch_end(p_tiles, lo, stop, oldest, newest, True, TILE, WINDOW, SCAN)
+            num_blocks = (at - lo) * SUB
+            # carried one block ahead, see decode_kernel
+            p_entry = p_tiles + lo.to(tl.int64) * 4
+            slot = tl.load(p_entry, mask=lo < at, other=0)
+            for i in tl.range(0, num_blocks, num_stages=STAGES):
+                block_slot = slot + (i % SUB) * BLOCK_N
+                slot = tl.load(p_entry + (tl.minimum(i + 1, num_blocks - 1) // SUB) * 4)
+                # values first: the buffer written last gets the loop's barrier in front of its product, and the
+                # barrier in front of the second product would let no warp group compute while another one multiplies
+                if d_k is not None:
+                    b_v = d_v.load([block_slot, head * DV])
+                    b_k = d_k.load([block_slot, head * D])
+                else:
+                    p_values = p_v + block_slot.to(tl.int64) * V_STRIDE + head * DV
+                    b_v = load_rows(p_values, o_n, o_dv, V_STRIDE, DV, BLOCK_DV)
+                    p_keys = p_k + block_slot.to(tl.int64) * K_STRIDE + head * D
+                    b_k = load_rows(p_keys, o_n, o_d, K_STRIDE, D, BLOCK_D)
+                b_max, b_total, b_acc = fold_keys(
+                    b_q, b_k, b_v, None, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP, False
+                )
+            lo = at
+            at = stretch_end(p_tiles, lo, stop, oldest, newest, False, TILE, WINDOW, SCAN)
+            num_blocks = (at - lo) * EDGE_SUB
+            p_entry = p_tiles + lo.to(tl.int64) * 4
+            slot = tl.load(p_entry, mask=lo < at, other=0)
+            length = tl.load(p_entry + 1, mask=lo < at, other=0)
+            token = tl.load(p_entry + 2, mask=lo < at, other=0)
+            for i in tl.range(0, num_blocks, num_stages=STAGES):
+                skip = (i % EDGE_SUB) * EDGE_N
+                left = length - skip
+                start = token + skip
+                o_slot = slot.to(tl.int64) + skip
+                p_next = p_entry + (tl.minimum(i + 1, num_blocks - 1) // EDGE_SUB) * 4
+                slot = tl.load(p_next)
+                length = tl.load(p_next + 1)
+                token = tl.load(p_next + 2)
+                m_n = o_edge < left
+                p_keys = p_k + o_slot * K_STRIDE + head * D
+                b_k = tl.load(
+                    p_keys + o_edge[:, None] * K_STRIDE + o_d[None, :],
+                    mask=m_n[:, None] & (o_d < D)[None, :],
+                    other=0.0,
+                )
+                p_values = p_v + o_slot * V_STRIDE + head * DV
+                b_v = tl.load(
+                    p_values + o_edge[:, None] * V_STRIDE + o_dv[None, :],
+                    mask=m_n[:, None] & (o_dv < DV)[None, :],
+                    other=0.0,
+                )
+                m_seen = o_edge[None, :] < tl.minimum(left, b_limit - start + 1)[:, None]
+                if WINDOW > 0:
+                    m_seen &= o_edge[None, :] > (b_limit - WINDOW - start)[:, None]
+                b_max, b_total, b_acc = fold_keys(
+                    b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP, True
+                )
+        # padding tokens have looked at the keys that all others see
+        b_total = tl.where(b_limit < 0, 0.0, b_total)
+        b_acc = tl.where((b_limit < 0)[:, None], 0.0, b_acc)
         b_out, b_lse2 = finish_softmax(b_max, b_total, b_acc)
+        # worked out again from memory: held across the loops, these numbers would spill
+        q_start = tl.load(p_indptr + row)
+        o_m = (i_tile - (q_start * GROUP // BLOCK_M + row)) * BLOCK_M + tl.arange(0, BLOCK_M)
+        m_m = o_m < packed
+        o_token = q_start + o_m // GROUP
+        o_head = head * GROUP + o_m % GROUP
         o_out = o_token.to(tl.int64) * (HKV * GROUP) + o_head
         if SPLITS == 1:
             # no partials to join: natural log at once
@@ -167,13 +297,19 @@ def prefill_kernel(
 
 
 class PrefillPlan(NamedTuple):
-    """How one prefill call is launched."""
+    """How one prefill call is launched.
+
+    `max_registers` a thread: None leaves it to the compiler. `descriptors`: the copy engine loads the blocks that need
+    no mask, where `describable` holds.
+    """
 
     block_m: int
     block_n: int
     num_splits: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    descriptors: bool = False
 
 
 def prefill_launch_plan(
@@ -193,8 +329,10 @@ def prefill_launch_plan(
 
     Notes:
         The largest query tiles whose kernels compile without spilled registers; smaller where a row does not fill
-        them. Where the query tiles do not fill the device, the keys are split too, into at most 16 parts. First
-        version: bounded by the compiler's figures for sm_80 and sm_90, not yet fitted to times.
+        them. Where the query tiles do not fill the device, the keys are split too, into at most 16 parts. With
+        warp-group products the copy engine loads blocks of up to 128 keys, two of them in flight: the rescaling of
+        the output is shared by more keys, and no thread computes addresses. Bounded by the compiler's figures for
+        sm_80 and sm_90, not yet fitted to times.
     """
     dim = triton.next_power_of_2(head_dim)
     num_stages = 3
@@ -211,12 +349,28 @@ def prefill_launch_plan(
     block_m = min(largest, max(16, triton.next_power_of_2(max_q_len * group_size)))
     if block_m < 64:
         num_warps = 4 if element_bytes < 4 or block_m == 16 else num_warps
+    descriptors = device.warp_group_products and element_bytes == 2 and block_m >= 64
+    if descriptors and dim <= 128:
+        block_n = min(128, tile_tokens)
     programs = (num_tokens * group_size // block_m + num_rows) * num_kv_heads
     num_splits = 1
     if programs < device.multiprocessors:
         # fewer than four tiles a split are not worth the partials
         num_splits = max(1, min(16, 2 * device.multiprocessors // max(1, programs), tile_capacity // 4))
-    return PrefillPlan(block_m, block_n, num_splits, num_warps, num_stages)
+    return PrefillPlan(block_m, block_n, num_splits, num_warps, num_stages, None, descriptors)
+
+
+def describable(pool: Tensor) -> bool:
+    """Say whether the copy engine can load heads of this pool: whole blocks, and rows that start at 16 bytes."""
+    dim = pool.shape[2]
+    row_bytes = pool.stride(0) * pool.element_size()
+    return dim >= 16 and dim & (dim - 1) == 0 and row_bytes % 16 == 0 and pool.data_ptr() % 16 == 0
+
+
+def describe(pool: Tensor, block_n: int) -> TensorDescriptor:
+    """Return a pool as the copy engine sees it: [slots, heads * D], of which it takes `block_n` slots of one head."""
+    slots, heads, dim = pool.shape
+    return TensorDescriptor(pool, [slots, heads * dim], [pool.stride(0), 1], [block_n, dim])
 
 
 def prefill(
@@ -278,10 +432,14 @@ def prefill(
     # one more row than the batch has: the tokens after its last one
     query_tiles = num_tokens * group // plan.block_m + num_rows + 1
     block_dv = max(16, triton.next_power_of_2(v_dim))
+    descriptors: list[TensorDescriptor | None] = [None, None]
+    if plan.descriptors and describable(k_pool) and describable(v_pool):
+        descriptors = [describe(pool, plan.block_n) for pool in (k_pool, v_pool)]
     prefill_kernel[(query_tiles, num_kv_heads, plan.num_splits)](
         q,
         k_pool,
         v_pool,
+        *descriptors,
         tables.tile_table,
         tables.tile_ranges,
         q_positions,
@@ -309,8 +467,10 @@ def prefill(
         plan.num_splits,
         window,
         softcap != 0.0,
+        scale < 0,
         plan.num_stages,
         num_warps=plan.num_warps,
+        maxnreg=plan.max_registers,
     )
     if plan.num_splits > 1:
         combine_splits_kernel[(outputs,)](
