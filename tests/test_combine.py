@@ -120,13 +120,15 @@ def test_ranks_are_folded_and_finished(module, with_sinks, num_ranks):
     fold = importlib.import_module(f"distdec.ops.{module}").fold_ranks
     outs, lses, sinks = make_ranks()
     outs, lses, sinks = outs[-num_ranks:], lses[-num_ranks:], sinks if with_sinks else None
-    # three faults in rows of their own: NaN out, infinite LSE, and an infinity whose weight is 0
+    # faults in rows of their own: an LSE that is NaN beside ranks without keys, NaN out, infinite LSE, and an infinity
+    # whose weight is 0
+    lses[-1, 0, 2] = math.nan
     outs[0, 1, 1, 3], lses[-1, 2, 0], outs[-1, 2, 4, 0], lses[-1, 2, 4] = math.nan, math.inf, math.inf, -1e4
     weights = torch.softmax(torch.cat([lses, sinks.expand(1, 4, 5)]) if with_sinks else lses, 0).double()[:num_ranks]
     total = torch.logsumexp(torch.cat([lses, sinks.expand(1, 4, 5)]) if with_sinks else lses, 0)
     want = (weights[..., None] * outs.double().masked_fill((lses == -math.inf)[..., None], 0.0)).sum(0)
     want[3], total[3] = 0.0, -math.inf
-    for token, head in ((1, 1), (2, 0), (2, 4)):
+    for token, head in ((0, 2), (1, 1), (2, 0), (2, 4)):
         want[token, head], total[token, head] = math.nan, math.nan
     out, lse = torch.full((4, 5, 24), 7.0, dtype=torch.float16), torch.full((4, 5), 7.0)
     fold(outs, lses, out=out, lse=lse, sinks=sinks)

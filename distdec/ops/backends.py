@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,22 +111,24 @@ def _triton() -> OpsBackend:
     # imported here: the reference runs where Triton is not installed
     from distdec.ops.combine_triton import combine_splits, fold_ranks
     from distdec.ops.decode_triton import TILE_TOKENS, decode, decode_splits, plan_spans
+    from distdec.ops.launch_triton import Launcher
     from distdec.ops.prefill_triton import prefill
     from distdec.ops.schedule_triton import derive_tiles
     from distdec.ops.spans_triton import derive_spans
     from distdec.ops.store_kv_triton import store_kv
 
+    launcher = Launcher()
     return OpsBackend(
         "triton",
-        store_kv,
-        decode,
+        partial(store_kv, launcher=launcher),
+        partial(decode, launcher=launcher),
         prefill,
         derive_tiles,
         TILE_TOKENS,
-        decode_splits,
+        partial(decode_splits, launcher=launcher),
         plan_spans,
         derive_spans,
-        combine_splits,
+        partial(combine_splits, launcher=launcher),
         fold_ranks,
     )
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from distdec.ops.launch_triton import Launcher, launch
 from distdec.ops.partial import Partial
 from distdec.ops.spans_triton import unit_partials
 from distdec.ops.splits import Splits
@@ -176,20 +177,19 @@ def fold_ranks_kernel(
         top = tl.maximum(top, tl.load(p_in_lse + rank * rank_stride_lse.to(tl.int64) + i_out) * LOG2E)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
-    failed = 0.0
     b_acc = tl.zeros([BLOCK_DV], tl.float32)
     for rank in tl.static_range(RANKS):
         lse2 = tl.load(p_in_lse + rank * rank_stride_lse.to(tl.int64) + i_out) * LOG2E
         b_out = tl.load(p_row + rank * rank_stride.to(tl.int64) + o_d, mask=m_d, other=0.0).to(tl.float32)
         b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
-        # a maximum may swallow a NaN, and a weight of 0 an infinity: both are carried along
-        failed += tl.where(flag_failure(b_out, lse2) != lse2, 1.0, 0.0)
         weight = tl.exp2(lse2 - base)
         total += weight
         b_acc += b_out * weight
+    # a maximum may swallow a NaN, but its weight is NaN, and so is infinity times 0: both are found below
     total = tl.where(total == 0.0, 1.0, total)
-    lse2 = tl.where(failed > 0, float("nan"), tl.where(top == float("-inf"), top, top + tl.log2(total)))
-    b_out, lse2 = finish_row(b_acc / total, lse2, p_sinks + i_out % HEADS, HAS_SINKS)
+    b_out, lse2 = finish_row(
+        b_acc / total, base + tl.where(top == float("-inf"), top, tl.log2(total)), p_sinks + i_out % HEADS, HAS_SINKS
+    )
     tl.store(p_out + i_out.to(tl.int64) * DV + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
     tl.store(p_lse + i_out, lse2 * LN2)
 
@@ -221,6 +221,7 @@ def launch_combine(
     finish: bool = False,
     sinks: Tensor | None = None,
     dependent: bool = False,
+    launcher: Launcher | None = None,
 ) -> Partial:
     """Launch one program per query token and query head.
 
@@ -234,6 +235,7 @@ def launch_combine(
             hands on.
         dependent: launched right after the kernel that makes the partials, and meant to be on the device before that
             ends (Hopper on).
+        launcher: keeps the compiled kernel for the next call.
     """
     dim = partial_out.shape[2]
     tokens, heads = num_rows * q_len, num_kv_heads * group_size
@@ -245,25 +247,14 @@ def launch_combine(
         block = block or combine_block(num_rows * num_kv_heads, num_spans, split_tiles)
         block_dv = triton.next_power_of_2(dim)
         options = {"launch_pdl": True} if dependent else {}
-        combine_kernel[(tokens * heads,)](
-            partial_out,
-            partial_lse2,
-            ranges,
-            out,
-            lse,
-            lse if sinks is None else sinks,
-            num_rows,
-            num_spans,
-            num_kv_heads,
-            group_size,
-            q_len,
-            dim,
-            block_dv,
-            block,
-            split_tiles,
-            finish,
-            finish and sinks is not None,
-            dependent,
+        constants = (num_kv_heads, group_size, q_len, dim, block_dv, block, split_tiles, finish)
+        launch(
+            launcher,
+            combine_kernel,
+            (tokens * heads, 1),
+            (partial_out, partial_lse2, ranges, out, lse, lse if sinks is None else sinks),
+            (num_rows, num_spans),
+            (*constants, finish and sinks is not None, dependent),
             num_warps=max(1, min(8, block * block_dv // 512)),
             **options,
         )
@@ -271,7 +262,7 @@ def launch_combine(
 
 
 def combine_splits(splits: Splits, **outputs: Any) -> Partial:
-    """Join what `decode_splits` left; `outputs` are `out`, `lse`, `finish` and `sinks` of `launch_combine`."""
+    """Join what `decode_splits` left; `outputs`: `out`, `lse`, `finish`, `sinks`, `launcher` of `launch_combine`."""
     block = combine_block(
         splits.num_rows * splits.num_kv_heads, splits.num_spans, splits.split_tiles, equal=splits.num_rows == 1
     )

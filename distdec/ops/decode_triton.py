@@ -17,6 +17,7 @@ from torch import Tensor
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.combine_triton import LOWEST, combine_splits
 from distdec.ops.decode import check_attention, check_decode
+from distdec.ops.launch_triton import Launcher, launch
 from distdec.ops.partial import Partial
 from distdec.ops.spans_triton import with_schedule
 from distdec.ops.splits import Splits
@@ -357,6 +358,7 @@ def decode_splits(
     split_tiles: int = 0,
     tile_tokens: int = TILE_TOKENS,
     plan: DecodePlan | None = None,
+    launcher: Launcher | None = None,
 ) -> Splits:
     """Attend as `decode` does, but leave the partials in the workspace, for a merge that joins them itself.
 
@@ -367,6 +369,7 @@ def decode_splits(
         split_tiles: above 0, cut every row at multiples of so many tiles (deterministic schedule).
         tile_tokens: tokens of a full tile in `tables`.
         plan: launch parameters in place of the chosen ones.
+        launcher: keeps the compiled kernel for the next call.
 
     Notes:
         In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. One launch, and one before it
@@ -407,19 +410,9 @@ def decode_splits(
     block_d, block_dv = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(v_dim))
     line = 128 // element_bytes
     if num_rows:
-        decode_kernel[(schedule.num_spans, triton.cdiv(packed, plan.block_m))](
-            q,
-            k_pool,
-            v_pool,
-            tables.tile_table,
-            schedule.entries,
-            q_positions,
-            partial_out,
-            partial_lse2,
-            scale / softcap if softcap else scale * LOG2_E,
-            softcap * LOG2_E,
-            q.stride(0),
-            q.stride(1),
+        tensors = (q, k_pool, v_pool, tables.tile_table, schedule.entries, q_positions, partial_out, partial_lse2)
+        score_scale = scale / softcap if softcap else scale * LOG2_E
+        constants = (
             num_kv_heads,
             group,
             q_len,
@@ -437,6 +430,14 @@ def decode_splits(
             plan.num_stages,
             line if plan.fetch and min(block_d, block_dv) >= line else 0,
             plan.dependent,
+        )
+        launch(
+            launcher,
+            decode_kernel,
+            (schedule.num_spans, triton.cdiv(packed, plan.block_m)),
+            tensors,
+            (float(score_scale), softcap * LOG2_E, q.stride(0), q.stride(1)),
+            constants,
             num_warps=plan.num_warps,
         )
     return Splits(
@@ -472,4 +473,5 @@ def decode(
         In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. Two launches, three where the
         tables bring no schedule.
     """
-    return combine_splits(decode_splits(q, k_pool, v_pool, tables, q_positions, q_len, **options))
+    splits = decode_splits(q, k_pool, v_pool, tables, q_positions, q_len, **options)
+    return combine_splits(splits, launcher=options.get("launcher"))

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from distdec.ops.launch_triton import Launcher, launch
 from distdec.ops.store_kv import check_store
 
 BLOCK_ELEMENTS = 4096
@@ -45,7 +46,15 @@ def store_kv_kernel(
         tl.store(p_v_pool + slot * V_STRIDE + o_h * DV + o_dv, b_v.to(p_v_pool.dtype.element_ty), mask=m_v)
 
 
-def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    launcher: Launcher | None = None,
+) -> None:
     """Write token t's key and value to slot `slot_mapping[t]`, -1 for none; see `distdec.ops.store_kv.store_kv`."""
     check_store(k, v, slot_mapping, k_pool, v_pool)
     tokens, heads, dim = k.shape
@@ -55,23 +64,12 @@ def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, k_pool: Tensor, v_pool:
     v = v if v.stride(2) == 1 else v.contiguous()
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(v.shape[2])
     block_h = min(triton.next_power_of_2(heads), max(1, BLOCK_ELEMENTS // max(block_d, block_dv)))
-    store_kv_kernel[(tokens, triton.cdiv(heads, block_h))](
-        k,
-        v,
-        slot_mapping,
-        k_pool,
-        v_pool,
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        k_pool.stride(0),
-        v_pool.stride(0),
-        heads,
-        dim,
-        v.shape[2],
-        block_h,
-        block_d,
-        block_dv,
+    launch(
+        launcher,
+        store_kv_kernel,
+        (tokens, triton.cdiv(heads, block_h)),
+        (k, v, slot_mapping, k_pool, v_pool),
+        (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+        (k_pool.stride(0), v_pool.stride(0), heads, dim, v.shape[2], block_h, block_d, block_dv),
         num_warps=4,
     )
