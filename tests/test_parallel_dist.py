@@ -71,6 +71,7 @@ SHARDED = ("embed_tokens", "lm_head", "o_proj", "gate_proj", "up_proj", "down_pr
 def shares(kvp, tp, queries, prompts, want):
     """Error of the logits; this rank's elements of each kind of weight; tokens and KV bytes that it holds."""
     from distdec import shard
+    from distdec.hf import merge_for
     from distdec.mesh import Mesh
 
     with Mesh.create(kvp, tp, device="cpu") as mesh:
@@ -81,6 +82,8 @@ def shares(kvp, tp, queries, prompts, want):
             held[kind] = held.get(kind, 0) + parameter.numel()
         *got, cache = packed(model, mesh, "auto", prompts, 3, max_tokens=4096)
         wrong = error(got, want)
+        # the attention output is not replicated where it need not be
+        assert not merge_for(model, mesh, "auto").replicated
         tokens = [cache.kv.local_length(seq, mesh.kvp_rank) for seq in range(len(prompts))]
         stored = torch.isfinite(cache.pool.k[:, :, :, 0]).sum().item()
         return wrong, held, tokens, stored * 2 * 16 * 4
@@ -269,3 +272,22 @@ def chosen(layouts):
 def test_all_ranks_choose_the_same_way_for_queries(ranks):
     found = ranks(4).run(chosen, [(4, 1), (2, 2)], timeout_s=TIMEOUT_S)
     assert found == [[("replicate", "gather"), ("replicate", "gather")]] * 4
+
+
+def loaded_by_the_runtime(folder, queries):
+    from distdec.config import CacheConfig, Config, ParallelConfig
+    from distdec.hf.sharding import sharding_of
+    from distdec.mesh import Mesh
+    from distdec.runner import Runner
+
+    config = Config(parallel=ParallelConfig(queries=queries), cache=CacheConfig(max_tokens=1024))
+    with Mesh.create(device="cpu") as mesh:
+        runner = Runner.load(folder, mesh, config)
+        return sharding_of(runner.model).queries, runner.attention.merge.replicated
+
+
+@pytest.mark.parametrize(("queries", "want"), [("gather", "gather"), ("auto", "replicate")])
+def test_the_runtime_scatters_and_takes_queries_as_asked(ranks, tmp_path, queries, want):
+    tiny_model("llama", "eager").save_pretrained(tmp_path)
+    found = ranks(2).run(loaded_by_the_runtime, str(tmp_path), queries, timeout_s=TIMEOUT_S)
+    assert found == [(want, False)] * 2
