@@ -1,71 +1,467 @@
-"""Launching a compiled kernel again."""
+"""Options, inputs and outputs of the launch programs in this process; three real torchrun runs at the end."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
-import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
-from distdec.ops.launch_triton import Launcher
+from distdec.config import Config, ModelConfig, describe
+from distdec.engine import Completion
+from distdec.request import FinishReason, SamplingParams
+from launch import boot, console, generate, plan
+from launch.assets import byte_tokenizer, tiny_model_folder
+from launch.inputs import BadLine, OutputFile, Prompt, keep_runnable, model_folder, read_prompts
 
-
-class Compiled:
-    """What a launch returns on a device: takes all arguments, constants too, and a grid of three."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def __getitem__(self, grid):
-        assert len(grid) == 3
-        return lambda *args: self.calls.append(("again", grid, args))
-
-
-class Kernel:
-    """Stands in for a kernel."""
-
-    def __init__(self, compiled=True):
-        self.calls, self.compiled = [], compiled
-
-    def __getitem__(self, grid):
-        def first(*args, **options):
-            self.calls.append(("first", grid, args, options))
-            return Compiled(self.calls) if self.compiled else None
-
-        return first
+ROOT = Path(__file__).resolve().parent.parent
+OPTIONS = sorted(path.relative_to(boot.CONF_DIR) for path in boot.CONF_DIR.glob("*/*.yaml"))
+# what an option cannot do without
+COMPANIONS = {"model/path": ["model.path=somewhere"], "workload/jsonl": ["prompts=some.jsonl"]}
 
 
-def test_the_same_specialisation_is_launched_through_its_compiled_kernel():
-    kernel, launcher, memory = Kernel(), Launcher(), torch.zeros(64)
-    launcher(kernel, (5, 2), (memory,), (0.5, 3), (8, True), num_warps=4)
-    other = torch.ones(8)
-    launcher(kernel, (7, 2), (other,), (0.5, 3), (8, True), num_warps=4)
-    assert kernel.calls == [
-        ("first", (5, 2), (memory, 0.5, 3, 8, True), {"num_warps": 4}),
-        ("again", (7, 2, 1), (other, 0.5, 3, 8, True)),
-    ]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def configure(*overrides):
+    boot.register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(boot.CONF_DIR)):
+        return boot.to_config(compose("config", overrides=list(overrides)))
+
+
+def test_the_options_without_overrides_are_the_defaults_of_the_classes():
+    assert configure() == Config()
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+def test_every_option_file_says_what_it_sets(option):
+    group, name = option.parent.name, option.stem
+    config = configure(f"{group}={name}", *COMPANIONS.get(f"{group}/{name}", []))
+    section = getattr(config, group)
+    for key, value in (yaml.safe_load((boot.CONF_DIR / option).read_text()) or {}).items():
+        assert getattr(section, key) == value
+
+
+def test_help_lists_every_key_and_every_option_file():
+    text = boot.help_text()
+    for key, default, meaning in describe():
+        assert f"  {key}={boot._shown(default)} " in text
+        assert meaning.replace("$", "") in text
+    for option in OPTIONS:
+        line = next(line for line in text.splitlines() if line.startswith(f"  {option.parent.name}: "))
+        assert option.stem in line
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("override", "said"),
     [
-        {"tensors": (torch.zeros(64)[1:],)},
-        {"tensors": (torch.zeros(64, dtype=torch.float16),)},
-        {"numbers": (0.5, 16)},
-        {"constants": (9, True)},
-        {"num_warps": 8},
-        {"launch_pdl": True},
-        {"kernel": True},
+        ("foo=1", "Could not override 'foo'. Key 'foo' not in 'Config'"),
+        ("+foo=1", "unknown key foo; here are: max_new_tokens,"),
+        ("+cache.fooo=1", "unknown key cache.fooo; here are: cache.max_tokens,"),
+        ("parallel.kvp=many", "could not be converted to Integer"),
+        ("cache=huge", "Could not find 'cache/huge'"),
+        ("temperature=nan", "temperature must be a finite number, at least 0, got nan"),
+        ("top_p=-1", "top_p must be a finite number, more than 0 and at most 1, got -1.0"),
+        ("stop=['']", "stop must be strings that are not empty"),
+        ("model=path", "model=path needs the folder: model.path=FOLDER"),
+        ("parallel.merge=ring", "parallel.merge must be one of auto, all_reduce"),
+        ("prompt", "missing EQUAL"),
     ],
-    ids=str,
 )
-def test_another_specialisation_is_not(change):
-    kernel, launcher = Kernel(), Launcher()
-    call = {"grid": (1, 1), "tensors": (torch.zeros(64),), "numbers": (0.5, 3), "constants": (8, True), "num_warps": 4}
-    launcher(kernel, **call)
-    second = Kernel() if change.pop("kernel", False) else kernel
-    launcher(second, **{**call, **change})
-    assert [c[0] for c in kernel.calls + (second.calls if second is not kernel else [])] == ["first", "first"]
+def test_a_bad_override_is_one_clear_error(override, said):
+    with pytest.raises((HydraException, ValueError)) as raised:
+        configure(override)
+    code, message = boot._report(raised.value)
+    assert code == 1
+    assert message.startswith("error: ")
+    assert said in message
+    assert "+foo" not in message
+    assert "Traceback" not in message
 
 
-def test_the_interpreter_leaves_nothing_to_launch_again():
-    kernel, launcher = Kernel(compiled=False), Launcher()
-    for _ in range(2):
-        launcher(kernel, (1, 1), (torch.zeros(4),), (), ())
-    assert [c[0] for c in kernel.calls] == ["first", "first"]
+def test_faults_of_ours_keep_their_traceback():
+    try:
+        raise KeyError("inner")
+    except KeyError as error:
+        code, message = boot._report(error)
+    assert code == 1
+    assert "Traceback" in message
+    assert "test_launch.py" in message
+
+
+@given(st.text("\\\"'${}[]=,: \n\tab\u00e9", min_size=1, max_size=14))
+def test_text_given_on_the_command_line_means_itself(text):
+    argument = boot.quote_text(f"prompt={text}")
+    if text[0] in "\"'" or text == "null":
+        assert argument == f"prompt={text}", "what is quoted already is left to Hydra"
+        return
+    options = OmegaConf.create({"prompt": None})
+    OmegaConf.update(options, "prompt", OverridesParser.create().parse_override(argument).value())
+    assert OmegaConf.to_container(options, resolve=True)["prompt"] == text
+
+
+@pytest.mark.parametrize(
+    "argument", ["parallel.kvp=2", "-m", "parallel.merge=all_reduce,all_gather", "prompt", "prompt="]
+)
+def test_other_arguments_are_left_as_they_are(argument):
+    assert boot.quote_text(argument) == argument
+
+
+def test_the_overrides_that_silence_a_rank_are_options_of_hydra():
+    boot.register_schemas()
+    with initialize_config_dir(version_base="1.3", config_dir=str(boot.CONF_DIR)):
+        options = compose("config", overrides=boot.silent_overrides("/nowhere"), return_hydra_config=True)
+    assert options.hydra.output_subdir is None
+    assert options.hydra.run.dir == "."
+    assert options.hydra.job_logging.root is None or "handlers" not in options.hydra.job_logging.root
+
+
+def read(tmp_path, lines, **fields):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8", newline="")
+    return read_prompts(Config(prompts=str(path), **fields), byte_tokenizer())
+
+
+def test_lines_bring_their_own_sampling_parameters(tmp_path):
+    lines = [
+        json.dumps({"prompt": "ab", "temperature": 0.5, "stop": ["x"], "max_new_tokens": 3}),
+        "",
+        json.dumps({"messages": [{"role": "user", "content": "hi"}]}),
+        json.dumps({"prompt": [5, 6, 7]}),
+        json.dumps({"prompt": "a\u2028b"}, ensure_ascii=False) + "\r",
+    ]
+    prompts, bad = read(tmp_path, lines, max_new_tokens=9, seed=4)
+    assert bad == []
+    assert [prompt.line for prompt in prompts] == [1, 3, 4, 5]
+    assert prompts[0].sampling == SamplingParams(3, temperature=0.5, seed=4, stop=("x",))
+    assert prompts[1].sampling == SamplingParams(9, seed=4)
+    tokenizer = byte_tokenizer()
+    assert tokenizer.decode(prompts[0].token_ids) == "ab"
+    assert tokenizer.decode(prompts[1].token_ids) == "user: hi\nassistant: "
+    assert prompts[2].token_ids == (5, 6, 7)
+    assert tokenizer.decode(prompts[3].token_ids) == "a\u2028b"
+
+
+BAD_LINES = [
+    ('{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
+    ("[1]", 'expected an object with "prompt" or "messages", got list'),
+    ('{"text": "a"}', "unknown field 'text'"),
+    ('{"prompt": "a", "messages": []}', 'give either "prompt" or "messages"'),
+    ('{"temperature": 1.0}', 'give either "prompt" or "messages"'),
+    ('{"prompt": "  "}', "the prompt is empty"),
+    ('{"prompt": []}', "the prompt is empty"),
+    ('{"messages": []}', "the prompt is empty"),
+    ('{"prompt": 5}', "a prompt is a text, messages or token ids, got int"),
+    ('{"messages": [{"role": "user"}]}', 'each message needs "role" and "content"'),
+    ('{"prompt": "a", "temperature": -1}', "temperature must be a finite number, at least 0, got -1"),
+    ('{"prompt": "a", "temperature": NaN}', "temperature must be a finite number, at least 0, got nan"),
+    ('{"prompt": "a", "max_new_tokens": "9"}', "max_new_tokens must be a whole number"),
+    ('{"prompt": "a", "top_k": null}', "top_k must be a whole number"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_LINES)
+def test_a_bad_line_ends_the_run_with_its_number(tmp_path, line, said):
+    with pytest.raises(boot.LaunchError) as error:
+        read(tmp_path, ['{"prompt": "fine"}', line])
+    assert str(error.value).startswith(f"{tmp_path}/prompts.jsonl line 2: ")
+    assert said in str(error.value)
+
+
+def test_bad_lines_can_be_skipped_and_the_others_run(tmp_path):
+    lines = [line for line, _ in BAD_LINES]
+    prompts, bad = read(tmp_path, [*lines, '{"prompt": "fine"}'], on_error="skip")
+    assert [prompt.line for prompt in prompts] == [len(lines) + 1]
+    assert [one.line for one in bad] == list(range(1, len(lines) + 1))
+    for one, (_, said) in zip(bad, BAD_LINES, strict=True):
+        assert said in one.reason
+
+
+@pytest.mark.parametrize("lines", [[], ["", " "], ["{}"]])
+def test_a_file_without_a_prompt_that_can_run_is_refused(tmp_path, lines):
+    with pytest.raises(boot.LaunchError, match="holds no prompt that can run"):
+        read(tmp_path, lines, on_error="skip")
+
+
+def test_prompt_files_are_read_whole_and_must_hold_text(tmp_path):
+    path = tmp_path / "p.txt"
+    path.write_text("two\nlines", encoding="utf-8")
+    tokenizer = byte_tokenizer()
+    [prompt], _ = read_prompts(Config(prompt_file=str(path), chat=True), tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == "user: two\nlines\nassistant: "
+    path.write_text(" \n")
+    with pytest.raises(boot.LaunchError, match=r"the prompt is empty: .*p.txt"):
+        read_prompts(Config(prompt_file=str(path)), tokenizer)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(boot.LaunchError, match=r"cannot read .*p.txt"):
+        read_prompts(Config(prompt_file=str(path)), tokenizer)
+    with pytest.raises(boot.LaunchError, match=r"cannot read .*missing.txt: .*No such file"):
+        read_prompts(Config(prompt_file=str(tmp_path / "missing.txt")), tokenizer)
+
+
+def test_prompts_that_can_never_run_are_found_before_the_work():
+    prompts = [Prompt((1, 2), SamplingParams(4), line=1), Prompt((1, 99), SamplingParams(4), line=3)]
+    good, bad = keep_runnable(prompts, lambda request: request.check(50, 10), "skip")
+    assert good == prompts[:1]
+    assert bad == [BadLine(3, "token id 99 is outside the vocabulary (legal: 0 to 49)")]
+    with pytest.raises(boot.LaunchError, match="line 3: token id 99"):
+        keep_runnable(prompts, lambda request: request.check(50, 10), "stop")
+    with pytest.raises(boot.LaunchError, match=r"line 1: .* over the model's limit of 5"):
+        keep_runnable(prompts, lambda request: request.check(100, 5), "skip")
+
+
+def test_a_missing_model_folder_is_named(tmp_path):
+    with pytest.raises(boot.LaunchError, match="there is no model folder /nowhere/at/all"):
+        model_folder(Config(model=ModelConfig(path="/nowhere/at/all")))
+    with pytest.raises(boot.LaunchError, match=r"holds no config.json"):
+        model_folder(Config(model=ModelConfig(path=str(tmp_path))))
+
+
+def test_a_model_that_cannot_be_served_is_refused_from_its_config(tmp_path):
+    from transformers import DeepseekV3Config
+
+    DeepseekV3Config(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(boot.LaunchError, match=r"cannot run on a sharded cache: .*latent attention"):
+        generate.read_work(Config(prompt="a"), tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"prompt": "  "}, {}, {"prompt": "abc", "max_new_tokens": 5000}])
+def test_work_that_cannot_start_writes_no_output(folder, tmp_path, fields):
+    with pytest.raises((ValueError, boot.LaunchError), match=r"empty|no prompt|over the model's limit of 4096"):
+        generate.read_work(Config(output=str(tmp_path / "o.jsonl"), **fields), folder)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parity_needs_greedy_tokens(folder):
+    with pytest.raises(boot.LaunchError, match="needs temperature=0"):
+        generate.read_work(Config(prompt="a", temperature=1.0, parity=True), folder)
+
+
+DONE = Completion(0, (1, 2), FinishReason.EOS, 5, "te\nxt\u2028", 0.5, 0.25, 0.75)
+
+
+def test_output_lines_are_whole_and_carry_what_was_promised(tmp_path):
+    path = tmp_path / "o.jsonl"
+    output = OutputFile(str(path))
+    assert not path.exists(), "finding out whether it can be written must leave nothing"
+    output.write(Prompt((7, 8, 9), SamplingParams(), line=4), 0, DONE)
+    output.write_error(BadLine(6, "why"))
+    # readable at once, before the file is closed
+    first, second = map(json.loads, path.read_text().split("\n")[:2])
+    assert first == {
+        "index": 0,
+        "line": 4,
+        "text": "te\nxt\u2028",
+        "token_ids": [1, 2],
+        "finish_reason": "eos",
+        "num_prompt_tokens": 3,
+        "seed": None,
+        "ttft_s": 0.5,
+        "tpot_s": 0.25,
+        "total_s": 0.75,
+    }
+    assert second == {"line": 6, "error": "why", "finish_reason": "error"}
+
+
+def test_an_older_output_stays_until_there_is_a_new_one(tmp_path):
+    path = tmp_path / "o.jsonl"
+    path.write_text("old\n")
+    output = OutputFile(str(path))
+    assert path.read_text() == "old\n"
+    output.write(Prompt((7,), SamplingParams(temperature=1.0)), 0, DONE)
+    assert [json.loads(line)["seed"] for line in path.read_text().rstrip("\n").split("\n")] == [5]
+
+
+@pytest.mark.parametrize("name", ["missing/o.jsonl", "."])
+def test_a_path_that_cannot_be_written_is_found_before_the_work(tmp_path, name):
+    with pytest.raises(boot.LaunchError, match="cannot write output="):
+        OutputFile(str(tmp_path / name))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    with console.Progress("prefill", 100, "tokens", stream) as progress:
+        for value in (10, 20, 100, 100):
+            progress.to(value)
+    assert stream.getvalue() == "prefill 10/100 tokens\nprefill 100/100 tokens\n"
+
+
+def test_a_terminal_gets_a_bar_and_no_color_is_honoured(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for no_color, coloured in ((None, True), ("1", False)):
+        if no_color is None:
+            monkeypatch.delenv("NO_COLOR", raising=False)
+        else:
+            monkeypatch.setenv("NO_COLOR", no_color)
+        stream = Terminal()
+        with console.Progress("prefill", 100, "tokens", stream) as progress:
+            progress.to(60)
+        assert "60/100" in stream.getvalue()
+        assert ("\x1b[38;5" in stream.getvalue() or "\x1b[3" in stream.getvalue()) is coloured
+
+
+@pytest.mark.parametrize("make", [io.StringIO, Terminal])
+def test_tables_hold_every_cell(make):
+    stream = make()
+    console.print_table("title", ["rank", "tokens"], [["0", "12"], ["1", "345"]], stream)
+    for cell in ("title", "rank", "tokens", "12", "345"):
+        assert cell in stream.getvalue()
+    if make is io.StringIO:
+        assert stream.getvalue() == "title\n  rank  tokens\n  0         12\n  1        345\n"
+
+
+def test_bytes_are_written_for_people():
+    assert [console.bytes_text(n) for n in (0, 1023, 1536, 90 * 2**20)] == ["0 B", "1023 B", "1.5 KiB", "90.0 MiB"]
+
+
+def test_the_plan_says_what_fits(folder, capsys):
+    options = ["model.dtype=float32", "cache.max_tokens=100000", "cache.memory_gb=0.025", f"model.path={folder}"]
+    plan.report(configure(*options))
+    out = capsys.readouterr().out
+    # 2 layers x 2 (k, v) x 2 heads x 16 x 4 bytes
+    assert "float32: 512 bytes of KV a token over all ranks; fits on 3 ranks" in out
+    rows = {line.split()[1]: line.split()[-1] for line in out.splitlines() if line.startswith("  kvp")}
+    assert rows["1"] == rows["2"] == "no"
+    assert rows["4"] == rows["64"] == "yes"
+    with pytest.raises(ValueError, match=r"parallel.tp=3 does not divide the model's 2 KV heads"):
+        plan.report(configure(*options, "parallel.tp=3"))
+
+
+def run_alone(*arguments, rank=None):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if rank is not None:
+        environment |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "launch" / "generate.py"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_and_errors_come_from_rank_0_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run_alone("--help")
+    assert shown.returncode == 0
+    assert "scheduler.prefill_slice=512" in shown.stdout
+    assert run_alone("--help", rank=1).stdout == ""
+    failed = run_alone("cache.foo=1")
+    assert failed.returncode == 1
+    assert failed.stderr.count("error: ") == 1
+    assert "Traceback" not in failed.stderr
+    started = time.monotonic()
+    later = run_alone("cache.foo=1", rank=1)
+    assert later.returncode == 1
+    assert time.monotonic() - started > boot.QUIET_S, "rank 1 must leave the first word to rank 0"
+    assert later.stderr.startswith("rank 1: error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def torchrun(script, *arguments, num_ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, str(script), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.dist
+def test_a_sweep_runs_every_job_in_one_process_group(folder, tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "first"}\n{"prompt": \n{"prompt": "the third", "max_new_tokens": 3}\n')
+    process = torchrun(
+        ROOT / "launch" / "generate.py",
+        "-m",
+        "parallel.merge=all_reduce,reduce_scatter",
+        f"model.path={folder}",
+        f"prompts={prompts}",
+        f"output={tmp_path}/out.jsonl",
+        "max_new_tokens=5",
+        "ignore_eos=true",
+        "on_error=skip",
+        "parity=true",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+    )
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.count("parity: all 8 tokens equal those of single-process transformers (eager, float32)") == 2
+    assert out.count("merge all_reduce,") == out.count("merge reduce_scatter,") == 1
+    assert err.count("skipped line 2: not JSON") == 2
+    records = {record["line"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert [len(records[line]["token_ids"]) for line in (1, 3)] == [5, 3]
+    assert records[2]["finish_reason"] == "error"
+    # one folder a job, written by rank 0 alone
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
+
+
+@pytest.mark.dist
+def test_ranks_with_different_options_are_told_which(folder, tmp_path):
+    script = tmp_path / "uneven.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.argv += ['scheduler.prefill_slice=99', 'parallel.tp=2']\n"
+        f"runpy.run_path({str(ROOT / 'launch' / 'generate.py')!r}, run_name='__main__')\n"
+    )
+    process = torchrun(
+        script, f"model.path={folder}", "prompt=a", f"output={tmp_path}/o.jsonl", f"hydra.run.dir={tmp_path}/run"
+    )
+    _, err = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert err.count("error: ") == 1, err
+    assert "started with different options: parallel.tp, scheduler.prefill_slice" in err
+    assert "ranks [1] differ from rank 0" in err
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+@pytest.mark.dist
+def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(folder, tmp_path):
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "short", "max_new_tokens": 2}\n{"prompt": "long", "max_new_tokens": 4000}\n')
+    process = torchrun(
+        ROOT / "launch" / "generate.py",
+        f"model.path={folder}",
+        f"prompts={prompts}",
+        f"output={output}",
+        "ignore_eos=true",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    deadline = time.monotonic() + 240
+    while not output.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    ranks = [int(pid) for pid in children.stdout.split()]
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 5, err
+    assert process.returncode != 0
+    assert "1 of 2 requests were finished; they are in" in err
+    [record] = [json.loads(line) for line in output.read_text().splitlines()]
+    assert record["line"] == 1
+    assert len(record["token_ids"]) == 2
+    assert len(ranks) == 2
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
