@@ -196,6 +196,13 @@ def test_launch_plans_are_legal(max_q_len, group, dim, size):
     assert prefill_launch_plan(32, 1, 32, 8, 4, 128, 2, 1000, device).num_splits > 1
 
 
+@pytest.mark.parametrize(("tokens", "splits"), [(512, 1), (256, 2), (128, 4), (32, 16)])
+def test_splits_fill_the_last_wave(tokens, splits):
+    # 128, 64, 32 and 8 query tiles times heads on 132 multiprocessors: all make 128 programs, never 136 or 192
+    device = DeviceLimits(132, 227 * 1024, True)
+    assert prefill_launch_plan(tokens, 1, tokens, 8, 4, 128, 2, 1000, device).num_splits == splits
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", PREFILL_CASES + GPU_PREFILL_CASES, ids=case_id)
 def test_prefill_on_a_gpu_in_bfloat16_is_as_good_as_eager(case):

@@ -352,11 +352,12 @@ def prefill_launch_plan(
     descriptors = device.warp_group_products and element_bytes == 2 and block_m >= 64
     if descriptors and dim <= 128:
         block_n = min(128, tile_tokens)
-    programs = (num_tokens * group_size // block_m + num_rows) * num_kv_heads
-    num_splits = 1
-    if programs < device.multiprocessors:
-        # fewer than four tiles a split are not worth the partials
-        num_splits = max(1, min(16, 2 * device.multiprocessors // max(1, programs), tile_capacity // 4))
+    programs = max(triton.cdiv(num_tokens * group_size, block_m), num_rows) * num_kv_heads
+    num_splits, slots = 1, device.multiprocessors
+    if programs < slots:
+        # fewer than four tiles a split are not worth the partials; the fewest splits that fill the last wave best
+        most = max(1, min(16, 2 * slots // max(1, programs), tile_capacity // 4))
+        num_splits = max(range(1, most + 1), key=lambda n: programs * n / triton.cdiv(max(1, programs * n), slots))
     return PrefillPlan(block_m, block_n, num_splits, num_warps, num_stages, None, descriptors)
 
 
