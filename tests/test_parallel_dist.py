@@ -3,7 +3,7 @@
 import pytest
 import torch
 from hf_models import FAMILIES, tiny_model
-from tp_inputs import error, generated, packed, truth
+from tp_inputs import error, generated, lively_model, packed, truth
 
 pytestmark = pytest.mark.dist
 
@@ -30,7 +30,7 @@ def errors(family, kvp, tp, ways, want, overrides=()):
     found = {}
     with Mesh.create(kvp, tp, device="cpu") as mesh:
         for queries, *merges in ways:
-            model = shard(tiny_model(family, "distdec", **dict(overrides)), mesh, queries=queries)
+            model = shard(lively_model(family, "distdec", **dict(overrides)), mesh, queries=queries)
             found[queries, merges[0], "generate"] = error(generated(model, mesh, merge=merges[0]), want)
             found[queries, merges[1], "engine"] = error(packed(model, mesh, merges[1]), want)
     return found
@@ -54,6 +54,15 @@ def test_every_family_equals_eager_with_heads_and_sequence_split(ranks, family):
 @pytest.mark.parametrize(("kvp", "tp"), LAYOUTS)
 def test_every_layout_equals_eager(ranks, kvp, tp):
     check(ranks, "llama", kvp, tp, WAYS[:2])
+
+
+@pytest.mark.parametrize(("kvp", "tp"), [(4, 1), (2, 2)])
+def test_biases_everywhere_are_added_once(ranks, kvp, tp):
+    check(ranks, "llama", kvp, tp, WAYS[1:2], (("attention_bias", True), ("mlp_bias", True)))
+
+
+def test_norms_of_each_head_are_cut_with_the_heads(ranks):
+    check(ranks, "cohere", 2, 2, WAYS[1:2], (("use_qk_norm", True),))
 
 
 @pytest.mark.slow
@@ -167,7 +176,7 @@ def every_head_count(kvp, tp, wants):
     found = []
     with Mesh.create(kvp, tp, device="cpu") as mesh:
         for heads, want in zip(HEADS, wants, strict=True):
-            model = tiny_model("llama", "distdec", **dict(with_heads(*heads)))
+            model = lively_model("llama", "distdec", **dict(with_heads(*heads)))
             try:
                 model = shard(model, mesh)
             except ValueError as refusal:
