@@ -112,6 +112,9 @@ class CacheConfig:
     shard_min_tokens: int = field(
         default=0, metadata=_help("sequences up to this length stay on one rank; 0 shards every sequence")
     )
+    prefix_caching: bool = field(
+        default=True, metadata=_help("start a prompt on the pages of its longest prefix that is still in the cache")
+    )
     weights: tuple[int, ...] | None = field(
         default=None, metadata=_help("share of the tokens each kvp rank takes, one integer a rank; null: even")
     )
@@ -123,6 +126,8 @@ class CacheConfig:
         _check_int("cache.min_chunk", self.min_chunk, 1, None)
         _check_int("cache.page_size", self.page_size, 1, None)
         _check_int("cache.shard_min_tokens", self.shard_min_tokens, 0, None)
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"cache.prefix_caching must be true or false, got {self.prefix_caching!r}")
         if self.min_chunk & (self.min_chunk - 1):
             raise ValueError(f"cache.min_chunk must be a power of two, got {self.min_chunk}")
         legal = [self.min_chunk << i for i in range(MAX_CHUNK_FRAMES.bit_length())]
@@ -148,11 +153,30 @@ class SchedulerConfig:
         default=1024, metadata=_help("tokens of all rows of a step together; decode rows come first")
     )
     max_rows: int = field(default=64, metadata=_help("requests that run at the same time"))
+    max_pending_prefills: int = field(
+        default=4, metadata=_help("prompts under way at the same time; more finish later, all together")
+    )
+    decode_deadline_ms: float = field(
+        default=50.0,
+        metadata=_help("slices of prompts shrink or wait when decode rows would take longer than this; 0: they do not"),
+    )
+    reserve_tokens: int = field(
+        default=256,
+        metadata=_help("tokens a running request may still grow by when another is admitted; beyond, it is preempted"),
+    )
+    priority_ageing_s: float = field(
+        default=30.0,
+        metadata=_help("a request of priority p is overtaken by priority 0 for p times this long; nobody starves"),
+    )
 
     def __post_init__(self) -> None:
         _check_int("scheduler.prefill_slice", self.prefill_slice, 1, None)
         _check_int("scheduler.token_budget", self.token_budget, 1, None)
         _check_int("scheduler.max_rows", self.max_rows, 1, None)
+        _check_int("scheduler.max_pending_prefills", self.max_pending_prefills, 1, None)
+        _check_float("scheduler.decode_deadline_ms", self.decode_deadline_ms, 0.0, None)
+        _check_int("scheduler.reserve_tokens", self.reserve_tokens, 0, None)
+        _check_float("scheduler.priority_ageing_s", self.priority_ageing_s, 0.0, None, open_low=True)
         if self.max_rows > self.token_budget:
             raise ValueError(
                 f"scheduler.max_rows={self.max_rows} decode rows need a scheduler.token_budget of at least as many "

@@ -22,6 +22,7 @@ from distdec.batch import StepBatch
 from distdec.capacity import no_room
 from distdec.config import SchedulerConfig
 from distdec.detokenize import TextStream
+from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
 from distdec.runner import Runner
 from distdec.sampling import SamplingRow, sample
@@ -106,20 +107,36 @@ class Engine:
         self.vocab_size = text_config.vocab_size
         self.max_positions = text_config.max_position_embeddings
         self.eos_ids = frozenset(model_eos_ids(runner.model) if eos_ids is None else eos_ids)
-        self.scheduler = Scheduler(config or SchedulerConfig(), self.cache.kv, self.eos_ids)
+        self.scheduler = Scheduler(
+            config or SchedulerConfig(), self.cache.kv, self.eos_ids, prefix_caching=self.cache.prefix_caching
+        )
+        self.replay = Replay(self.cache.kv, self.cache.prefix_caching)
         self.tokenizer = tokenizer
         self.peak_tokens = 0
         self._live: dict[int, _Live] = {}
         self._next_id = 0
 
-    def add(self, prompt_ids: Sequence[int], sampling: SamplingParams | None = None) -> int:
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        timeout_s: float | None = None,
+    ) -> int:
         """Queue a prompt, at any time; rank 0 only. Returns the request's id.
+
+        Args:
+            prompt_ids: the tokens.
+            sampling: how to choose new ones, and when to stop.
+            priority: lower is served first.
+            timeout_s: seconds from now after which it ends with what it has.
 
         Raises:
             ValueError: the prompt is empty, has ids outside the vocabulary, or does not fit the model or the cache
                 together with its new tokens; stop strings without a tokenizer.
         """
-        request = Request(self._next_id, tuple(prompt_ids), sampling or SamplingParams())
+        request = Request(self._next_id, tuple(prompt_ids), sampling or SamplingParams(), priority, timeout_s)
         self.check(request)
         self.scheduler.add(request)
         self._next_id += 1
@@ -155,6 +172,7 @@ class Engine:
         if batch is None:
             return self._commit(plan, {})
         logits = self.runner.run(plan, batch)
+        self.replay.publish(plan)
         return self._commit(plan, self._sample(plan, logits) if self.mesh.is_leader else {})
 
     def _agree(self) -> StepPlan:
@@ -172,16 +190,13 @@ class Engine:
 
     def _reserve(self, plan: StepPlan) -> StepBatch | None:
         """Free, admit and reserve as the plan says. The same integers on every rank, so nobody can run out alone."""
-        kv = self.cache.kv
-        if plan.free:
-            self.peak_tokens = max(self.peak_tokens, kv.stats().tokens[self.mesh.kvp_rank])
-        for request_id in plan.free:
-            kv.free(request_id)
-        for request_id in plan.admit:
-            kv.add(request_id)
+        if not self.mesh.is_leader:
+            self.replay.admit(plan)
         if not plan.rows:
             return None
-        return self.cache.begin_step([(row.request_id, row.num_tokens) for row in plan.rows], q_len=1)
+        batch = self.cache.begin_step([(row.request_id, row.num_tokens) for row in plan.rows], q_len=1)
+        self.peak_tokens = max(self.peak_tokens, self.cache.kv.held_tokens(self.mesh.kvp_rank))
+        return batch
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[int, int | None]:
         needed = [row.request_id for row in plan.rows if row.needs_logits]

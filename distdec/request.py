@@ -6,6 +6,7 @@ the whole wire format, with a version and a checksum in front, because a mismatc
 
 import array
 import math
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from enum import Enum, IntEnum
 from numbers import Integral
 
 MAGIC = 0x64697374646563  # "distdec" in ASCII
-VERSION = 1
+VERSION = 2
 GREEDY_TEMPERATURE = 1e-5  # dividing logits by less overflows float32 to NaN; such a temperature means greedy
 
 
@@ -68,17 +69,27 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its sampling parameters; `request_id` is unique for the lifetime of an engine."""
+    """One prompt with its sampling parameters; `request_id` is unique for the lifetime of an engine.
+
+    Attributes:
+        priority: lower is served first; equal ones in order of arrival. See `scheduler.priority_ageing_s`.
+        timeout_s: seconds from its arrival after which it is ended wherever it stands; None: never.
+    """
 
     request_id: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         ids = tuple(int(i) for i in self.prompt_ids)
         if not ids:
             raise ValueError(f"request {self.request_id}: the prompt is empty; it needs at least one token")
         object.__setattr__(self, "prompt_ids", ids)
+        _check_int(f"request {self.request_id}: priority", self.priority, -1000, 1000)
+        if self.timeout_s is not None:
+            _check_float(f"request {self.request_id}: timeout_s", self.timeout_s, 0.0, None, open_low=True)
 
     @property
     def max_tokens(self) -> int:
@@ -113,6 +124,7 @@ class FinishReason(str, Enum):
     STOP = "stop"
     NUMERICS = "numerics"
     CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True)
@@ -138,10 +150,23 @@ class PlanKind(IntEnum):
 
 
 @dataclass(frozen=True)
+class Hit:
+    """Where an admitted request starts: behind the cached page with this key, of 32 bytes."""
+
+    request_id: int
+    key: bytes
+
+    def words(self) -> list[int]:
+        """Return the request and the key as five integers."""
+        return [self.request_id, *struct.unpack("<4q", self.key)]
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What every rank does in one step, in this order: free, admit, reserve the rows' tokens, run the rows.
 
-    Rows of one token that need logits come first (decode rows), prefill slices after them.
+    Rows of one token that need logits come first (decode rows), prefill slices after them. `withdraw` names those of
+    `free` whose cached pages nobody shall find again; `hits` those of `admit` that start on cached pages.
     """
 
     step: int
@@ -149,20 +174,30 @@ class StepPlan:
     free: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
     rows: tuple[Row, ...] = ()
+    withdraw: tuple[int, ...] = ()
+    hits: tuple[Hit, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def decode_only(self) -> bool:
+        """Whether there are rows, and all of them are decode rows."""
+        return bool(self.rows) and all(row.num_tokens == 1 and row.needs_logits for row in self.rows)
+
     def encode(self) -> list[int]:
         """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
 
         Example: a decode row (request 7, position 12, token 99) alone in step 3 encodes, after the three header
-        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99]`.
+        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0]`.
         """
         body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
         for row in self.rows:
             body += [row.request_id, row.start, int(row.needs_logits), len(row.token_ids), *row.token_ids]
+        body += [len(self.withdraw), *self.withdraw, len(self.hits)]
+        for hit in self.hits:
+            body += hit.words()
         return [MAGIC, VERSION, _checksum(body), *body]
 
     @classmethod
@@ -187,9 +222,14 @@ class StepPlan:
         for _ in range(reader.one()):
             request_id, start, needs_logits, num_tokens = reader.take(4)
             rows.append(Row(request_id, start, reader.take(num_tokens), bool(needs_logits)))
+        withdraw = reader.take(reader.one())
+        hits = []
+        for _ in range(reader.one()):
+            request_id, *words = reader.take(5)
+            hits.append(Hit(request_id, struct.pack("<4q", *words)))
         if not reader.at_end:
             raise ValueError("step plan longer than its own lengths say")
-        return cls(step, PlanKind(kind), free, admit, tuple(rows))
+        return cls(step, PlanKind(kind), free, admit, tuple(rows), withdraw, tuple(hits))
 
 
 class _Reader:

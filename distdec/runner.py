@@ -218,6 +218,7 @@ def _make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype
         weights=options.weights,
         shard_min_tokens=options.shard_min_tokens,
         windows=geometry.windows,
+        prefix_caching=options.prefix_caching,
         backend=config.backend.name,
     )
 

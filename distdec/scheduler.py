@@ -1,91 +1,103 @@
 """Decide what each step runs: one token budget over decode rows and prefill slices. Integers only, no torch.
 
-Only rank 0 has a scheduler; the other ranks apply its plans. It asks the cache what fits but never changes it: the
-plan says what to free, admit and reserve, and every rank, rank 0 included, does that the same way.
+Only rank 0 has a scheduler, and with it the clock, arrivals, cancellations and timeouts. It frees and admits in rank
+0's cache as it decides; the plan is the record of that, which the other ranks repeat in the same order.
 
 A request needs nothing but its tokens (prompt + generated) and how many of them are computed. What is left over is
 outstanding: exactly one token for a request that decodes, more for one whose prompt is under way or that has to be
 computed again. So one rule serves prefill, decode and recomputation.
+
+Requests are admitted with room to grow by `reserve_tokens`, not to their last token. When a step would not fit, the
+last in order is preempted: its sequence is freed, its tokens stay, and it waits again at its old place. The first in
+order is never preempted while another runs, so it always gets on, and a request that fits the cache alone ends.
 """
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from bisect import insort
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
+from distdec.cache.prefix import Match
 from distdec.config import SchedulerConfig
-from distdec.request import FinishReason, PlanKind, Request, Row, StepPlan
+from distdec.progress import RequestState, SchedulerStats, TokenEvent
+from distdec.request import FinishReason, Hit, PlanKind, Request, Row, StepPlan
+from distdec.step_cost import StepCost, StepLoad
+
+MIN_SLICE = 16
+"""Fewest tokens of a prompt worth a step of their own: below, its fixed costs dominate."""
+MAX_DELAY = 8
+"""Steps in a row that prompts may wait for the deadline of decode rows; then one gets `MIN_SLICE` tokens anyway."""
+
+MARGIN = 0.9
+"""Share of the deadline that a step is planned for: predictions are off by some percent, more so at first."""
 
 
 class Capacity(Protocol):
-    """What the scheduler asks of the cache."""
+    """What the scheduler asks of the cache, and does to it."""
 
-    def can_extend(self, needs: Sequence[tuple[int, int]]) -> bool:
+    def can_extend(self, needs: Sequence[tuple[int, int]], reserved: int = 0) -> bool:
         """Say whether all (request_id, more tokens) fit together; a request that is not there yet holds nothing."""
         ...
 
+    def match(self, token_ids: Sequence[int]) -> Match:
+        """Return what of a prompt is cached."""
+        ...
 
-@dataclass
-class RequestState:
-    """Progress of one request. Owned by the scheduler."""
+    def adopt(self, request_id: int, key: bytes) -> int:
+        """Start a request on the pages of a match."""
+        ...
 
-    request: Request
-    output_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    finish_reason: FinishReason | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.output_ids)
-
-    @property
-    def num_outstanding(self) -> int:
-        return self.num_tokens - self.num_computed
-
-    @property
-    def num_to_reserve(self) -> int:
-        """Tokens whose KV may still be stored, if the request runs to its last token."""
-        return self.request.max_tokens - self.num_computed
-
-    def next_ids(self, count: int) -> tuple[int, ...]:
-        """Return the next `count` token ids to compute."""
-        prompt, at = self.request.prompt_ids, self.num_computed
-        if at >= len(prompt):
-            return tuple(self.output_ids[at - len(prompt) : at - len(prompt) + count])
-        ids = prompt[at : at + count]
-        return ids + tuple(self.output_ids[: count - len(ids)])
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """One request's share of a step's result: a new token, or the reason it ended without one."""
-
-    request_id: int
-    token_id: int | None
-    finish_reason: FinishReason | None
+    def free(self, request_id: int, withdraw: bool = False) -> None:
+        """Forget a request's sequence."""
+        ...
 
 
 class Scheduler:
-    """First come, first served, with every admitted request's last token reserved, so that no step runs out of room.
+    """Serve requests in order of arrival and priority, as many at once as the cache has room for.
 
     Args:
-        config: budget, prefill slice, most rows.
-        cache: asked through `can_extend` alone.
+        config: budget, prefill slice, most rows, reserve, deadline.
+        cache: rank 0's.
         eos_ids: tokens that end a request unless it ignores them.
+        prefix_caching: look prompts up in the cache.
+        clock: seconds, never going back; for arrivals, timeouts and the time of steps.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: Capacity, eos_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: Capacity,
+        eos_ids: Collection[int] = (),
+        *,
+        prefix_caching: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.cache = cache
         self.eos_ids = frozenset(eos_ids)
-        self.waiting: deque[RequestState] = deque()
+        self.prefix_caching = prefix_caching
+        self.clock = clock
+        self.stats = SchedulerStats()
+        self.cost = StepCost()
+        self.waiting: list[RequestState] = []
         self.running: dict[int, RequestState] = {}
         self.finished: dict[int, RequestState] = {}
         self._ids: set[int] = set()
         self._to_free: list[int] = []
+        self._tainted: set[int] = set()
+        # done to rank 0's cache, and not yet told to the others: a plan that fails must not lose it
+        self._freed: list[int] = []
+        self._admitted: list[int] = []
+        self._hits: list[Hit] = []
         self._step = 0
+        self._num_added = 0
         # nothing was freed since the head of the queue was found not to fit: asking again is wasted
         self._blocked = False
+        self._delay = 0
+        self._load = StepLoad()
+        self._began = 0.0
+        # a step without logits ends before its work does, so neither its time nor the next one's says anything
+        self._timed = self._timed_before = False
 
     @property
     def has_work(self) -> bool:
@@ -99,66 +111,152 @@ class Scheduler:
         """
         if request.request_id in self._ids:
             raise ValueError(f"request id {request.request_id} is already in use")
+        now = self.clock()
         self._ids.add(request.request_id)
-        self.waiting.append(RequestState(request))
+        self._num_added += 1
+        order = (now + request.priority * self.config.priority_ageing_s, self._num_added)
+        self._queue(RequestState(request, now, order))
+
+    def _queue(self, state: RequestState) -> None:
+        insort(self.waiting, state, key=lambda other: other.order)
+        if self.waiting[0] is state:
+            self._blocked = False
 
     def schedule(self) -> StepPlan:
-        """Return the next step's plan: decode rows first, then prefill slices, oldest request first.
+        """Return the next step's plan: decode rows first, then prefill slices, in order.
 
-        Admits from the queue what fits entirely. Without work the plan is `DONE`; it still frees what has finished.
+        Ends what has timed out, frees what has ended, preempts until the step fits, and admits from the queue as long
+        as there is room. Without work the plan is `DONE`; it still frees what has finished.
 
         Raises:
-            RuntimeError: the head of the queue does not fit although nothing else runs.
+            RuntimeError: a request does not fit the cache although nothing else runs.
         """
-        free = tuple(self._to_free)
-        self._to_free.clear()
-        admit = [] if self._blocked else self._admit(bool(free))
-        rows = self._rows()
-        if not rows and self.waiting and not free:
+        self._began = self.clock()
+        self._expire()
+        while self._to_free:
+            self._free(self._to_free[0])
+            del self._to_free[0]
+        if not self._make_room() and not self._blocked:
+            self._admit()
+        counts = self._counts()
+        if not counts and self.waiting:
             head = self.waiting[0].request
             raise RuntimeError(
                 f"request {head.request_id} needs {head.max_tokens} tokens of KV cache: more than an empty cache holds"
             )
+        rows = tuple(self._row(state, count) for state, count in counts)
+        self._load = _load(counts)
+        self._timed_before, self._timed = self._timed or not self._step, any(row.needs_logits for row in rows)
+        withdraw = tuple(request_id for request_id in self._freed if request_id in self._tainted)
         kind = PlanKind.RUN if self.has_work else PlanKind.DONE
-        plan = StepPlan(self._step, kind, free, tuple(admit), tuple(rows))
+        freed, admitted, hits = tuple(self._freed), tuple(self._admitted), tuple(self._hits)
+        plan = StepPlan(self._step, kind, freed, admitted, rows, withdraw, hits)
+        self._tainted.difference_update(withdraw)
+        self._freed, self._admitted, self._hits = [], [], []
         self._step += 1
         return plan
 
-    def _admit(self, frees_first: bool) -> list[int]:
-        if frees_first:
-            # the cache still holds what this very plan frees: what fits is known one step later
-            return []
-        admitted: list[int] = []
-        needs = [(request_id, state.num_to_reserve) for request_id, state in self.running.items()]
-        while self.waiting and len(self.running) < self.config.max_rows:
+    def _expire(self) -> None:
+        for state in [*self.waiting, *self.running.values()]:
+            timeout = state.request.timeout_s
+            if timeout is not None and self._began - state.arrived >= timeout:
+                self.finish(state.request.request_id, FinishReason.TIMEOUT)
+
+    def _free(self, request_id: int) -> None:
+        self.cache.free(request_id, request_id in self._tainted)
+        self._freed.append(request_id)
+
+    def _make_room(self) -> bool:
+        """Preempt, last in order first, until the rows of this step fit. Returns whether others than the first had to.
+
+        A request alone that does not fit stands on cached pages that pin frames which it needs: it starts afresh.
+        """
+        preempted = False
+        while self.running:
+            needs = [(state.request.request_id, count) for state, count in self._counts()]
+            if self.cache.can_extend(needs):
+                break
+            state = max(self.running.values(), key=lambda state: state.order)
+            state.cold = len(self.running) == 1
+            self._preempt(state)
+            preempted = bool(self.running)
+        return preempted
+
+    def _preempt(self, state: RequestState) -> None:
+        request_id = state.request.request_id
+        self._free(request_id)
+        del self.running[request_id]
+        state.num_computed = 0
+        state.num_preemptions += 1
+        self.stats.preemptions += 1
+        self._queue(state)
+
+    def _admit(self) -> None:
+        reserve = self.config.reserve_tokens
+        needs = [(request_id, state.num_to_reserve(reserve)) for request_id, state in self.running.items()]
+        pending = sum(state.num_outstanding > 1 for state in self.running.values())
+        while self.waiting and len(self.running) < self.config.max_rows and pending < self.config.max_pending_prefills:
             state = self.waiting[0]
-            needs.append((state.request.request_id, state.num_to_reserve))
-            if not self.cache.can_extend(needs):
+            request_id, match = state.request.request_id, self._match(state)
+            wanted = state.num_to_reserve(reserve)
+            # one frame more than the pages: a frame boundary may fall differently behind them
+            pinned = match.frames + 1 if match.num_tokens else 0
+            fits = self.cache.can_extend([*needs, (request_id, wanted - match.num_tokens)], pinned)
+            if not fits and not self.running and match.num_tokens:
+                match = Match(0, b"", 0)
+                fits = self.cache.can_extend([(request_id, wanted)])
+            if not fits:
                 self._blocked = True
                 break
-            self.waiting.popleft()
-            self.running[state.request.request_id] = state
-            admitted.append(state.request.request_id)
-        return admitted
+            state.num_computed = self.cache.adopt(request_id, match.key)
+            self._admitted.append(request_id)
+            if match.key:
+                self._hits.append(Hit(request_id, match.key))
+            del self.waiting[0]
+            self.running[request_id] = state
+            self.stats.looked_up_tokens += state.num_tokens
+            self.stats.hit_tokens += state.num_computed
+            needs.append((request_id, state.num_to_reserve(reserve)))
+            pending += state.num_outstanding > 1
+        self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
 
-    def _rows(self) -> list[Row]:
+    def _match(self, state: RequestState) -> Match:
+        if not self.prefix_caching or state.cold:
+            return Match(0, b"", 0)
+        return self.cache.match((*state.request.prompt_ids, *state.output_ids))
+
+    def _counts(self) -> list[tuple[RequestState, int]]:
+        """Return this step's tokens of each running request: decode rows, then slices, each in order."""
         budget = self.config.token_budget
-        decode: list[Row] = []
-        prefill: list[Row] = []
-        for request_id, state in self.running.items():
-            if state.num_outstanding == 1 and budget:
-                decode.append(self._row(request_id, state, 1))
-                budget -= 1
-        for request_id, state in self.running.items():
-            if state.num_outstanding > 1 and budget:
+        decode = [(state, 1) for state in self.running.values() if state.num_outstanding == 1][:budget]
+        prefill: list[tuple[RequestState, int]] = []
+        budget -= len(decode)
+        for state in self.running.values():
+            if state.num_outstanding > 1 and budget > 0:
                 count = min(state.num_outstanding, self.config.prefill_slice, budget)
-                prefill.append(self._row(request_id, state, count))
+                count = min(count, self._room(decode, prefill, state))
+                if not count:
+                    break
+                prefill.append((state, count))
                 budget -= count
         return decode + prefill
 
+    def _room(
+        self, decode: list[tuple[RequestState, int]], prefill: list[tuple[RequestState, int]], state: RequestState
+    ) -> int:
+        """Return the tokens of a prompt that the deadline of the decode rows leaves room for."""
+        deadline = MARGIN * self.config.decode_deadline_ms
+        if not decode or not deadline:
+            return self.config.prefill_slice
+        room = self.cost.room(_load(decode + prefill), state.num_computed, deadline)
+        if room is None or room >= min(MIN_SLICE, state.num_outstanding):
+            return self.config.prefill_slice if room is None else room
+        return 0 if prefill or self._delay < MAX_DELAY else MIN_SLICE
+
     @staticmethod
-    def _row(request_id: int, state: RequestState, count: int) -> Row:
-        return Row(request_id, state.num_computed, state.next_ids(count), needs_logits=count == state.num_outstanding)
+    def _row(state: RequestState, count: int) -> Row:
+        needs_logits = count == state.num_outstanding
+        return Row(state.request.request_id, state.num_computed, state.next_ids(count), needs_logits)
 
     def commit(
         self, plan: StepPlan, tokens: Mapping[int, int | None], stopped: Collection[int] = ()
@@ -173,6 +271,7 @@ class Scheduler:
         Returns:
             One event a request with a new token or an end. Finished requests are freed by the next plan.
         """
+        self._learn(plan)
         events: list[TokenEvent] = []
         for row in plan.rows:
             state = self.running.get(row.request_id)
@@ -185,6 +284,7 @@ class Scheduler:
             token = tokens[row.request_id]
             if token is None:
                 reason: FinishReason | None = FinishReason.NUMERICS
+                self._tainted.add(row.request_id)
             else:
                 state.output_ids.append(token)
                 reason = self._reason(state, token, row.request_id in stopped)
@@ -192,6 +292,15 @@ class Scheduler:
             if reason is not None:
                 self.finish(row.request_id, reason)
         return events
+
+    def _learn(self, plan: StepPlan) -> None:
+        if not plan.rows:
+            return
+        if self._timed and self._timed_before:
+            self.cost.learn(self._load, 1e3 * (self.clock() - self._began))
+        waits = not self._load.prefill_tokens and any(state.num_outstanding > 1 for state in self.running.values())
+        self._delay = self._delay + 1 if waits else 0
+        self.stats.delayed_steps += waits
 
     def _reason(self, state: RequestState, token: int, stopped: bool) -> FinishReason | None:
         sampling = state.request.sampling
@@ -207,6 +316,7 @@ class Scheduler:
         """End a request in whatever state it is. Returns whether it was still alive."""
         state = self.running.pop(request_id, None)
         if state is not None:
+            # not at once: on the other ranks too it holds its frames until the step that runs now is over
             self._to_free.append(request_id)
         else:
             state = next((s for s in self.waiting if s.request.request_id == request_id), None)
@@ -231,6 +341,14 @@ class Scheduler:
         assert set(places) == self._ids, "a request is nowhere"
         assert len(self.running) <= self.config.max_rows, "more rows than max_rows"
         assert not set(self._to_free) & set(self.running), "a running request is about to be freed"
+        assert [s.order for s in self.waiting] == sorted(s.order for s in self.waiting), "the queue is out of order"
         for state in self.running.values():
             assert 0 <= state.num_computed < state.num_tokens, "a running request has nothing outstanding"
             assert len(state.output_ids) < state.request.sampling.max_new_tokens, "a finished request is running"
+
+
+def _load(counts: list[tuple[RequestState, int]]) -> StepLoad:
+    decode = [state.num_tokens for state, _ in counts if state.num_outstanding == 1]
+    prefill = [(state.num_computed, count) for state, count in counts if state.num_outstanding > 1]
+    tokens, work = sum(count for _, count in prefill), sum(start * count for start, count in prefill)
+    return StepLoad(len(decode), sum(decode), tokens, work)

@@ -33,6 +33,7 @@ class ShardedCache:
         shard_min_tokens: sequences up to this length stay on one rank.
         backend: ops backend name, `auto`, `reference` or `triton`.
         placement: test-only hook `(seq_id, position) -> kvp_rank`.
+        prefix_caching: whether an engine shall share the pages of equal prefixes.
 
     Raises:
         ValueError: neither or both of `max_tokens` and `num_frames`, or a layout that `CacheLayout` refuses.
@@ -62,6 +63,7 @@ class ShardedCache:
         windows: Iterable[int] = (),
         backend: str | OpsBackend = "auto",
         placement: Callable[[int, int], int] | None = None,
+        prefix_caching: bool = True,
     ) -> None:
         if (max_tokens is None) == (num_frames is None):
             raise ValueError(
@@ -76,6 +78,7 @@ class ShardedCache:
                 f"{len(num_frames)}"
             )
         self.mesh = mesh
+        self.prefix_caching = prefix_caching
         self.layout = CacheLayout(
             num_frames=tuple(num_frames),
             min_chunk=min_chunk,

@@ -144,7 +144,8 @@ class Display:
         """Show what a step brought. Request ids count from 0 in the order of the prompts."""
         for row in result.plan.rows:
             if row.start < len(self.prompts[row.request_id].token_ids):
-                self.prefilled += row.num_tokens
+                # a prompt whose start is cached begins later
+                self.prefilled = row.start + row.num_tokens if self.alone else self.prefilled + row.num_tokens
         if self._prefill is not None:
             self._prefill.to(self.prefilled)
             if any(event.token_id is not None for event in result.events):
@@ -204,6 +205,12 @@ def report(config: Config, job: boot.Job, engine: Any, completions: list[Any], p
     if later:
         line += f", TPOT {1e3 * later[len(later) // 2]:.1f} ms"
     console.say(line + (" (medians)" if len(completions) > 1 else ""))
+    counts = engine.scheduler.stats
+    if counts.hit_tokens or counts.preemptions:
+        console.say(
+            f"prefix cache: {counts.hit_tokens} of {counts.looked_up_tokens} prompt tokens hit "
+            f"({100 * counts.hit_rate:.0f}%); {counts.preemptions} preemptions"
+        )
     if seeds := {done.seed for done, p in zip(completions, prompts, strict=True) if not p.sampling.greedy}:
         console.say(f"seed {seeds.pop()}" if len(seeds) == 1 else "seeds are in the output file")
     for prompt, done in zip(prompts, completions, strict=True):

@@ -5,29 +5,36 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from distdec.cache.prefix import Match
 from distdec.config import SchedulerConfig
 from distdec.request import FinishReason, PlanKind, Request, Row, SamplingParams, StepPlan
 from distdec.scheduler import Scheduler, TokenEvent
 
 
 class Ledger:
-    """A cache that only counts, and refuses what the real one would."""
+    """A cache that only counts, refuses what the real one would, and knows no prefixes."""
 
     def __init__(self, capacity):
         self.capacity = capacity
         self.lengths = {}
         self.asked = 0
 
-    def can_extend(self, needs):
+    def can_extend(self, needs, reserved=0):
+        return sum(self.lengths.values()) + sum(count for _, count in needs) + reserved <= self.capacity
+
+    def match(self, token_ids):
         self.asked += 1
-        return sum(self.lengths.values()) + sum(count for _, count in needs) <= self.capacity
+        return Match(0, b"", 0)
+
+    def adopt(self, request_id, key):
+        assert request_id not in self.lengths
+        self.lengths[request_id] = 0
+        return 0
+
+    def free(self, request_id, withdraw=False):
+        del self.lengths[request_id]
 
     def apply(self, plan):
-        for request_id in plan.free:
-            del self.lengths[request_id]
-        for request_id in plan.admit:
-            assert request_id not in self.lengths
-            self.lengths[request_id] = 0
         for row in plan.rows:
             assert row.start == self.lengths[row.request_id], "tokens must be stored in order, each once"
             self.lengths[row.request_id] += row.num_tokens
@@ -227,10 +234,16 @@ class Arrivals(RuleBasedStateMachine):
     """Requests arrive, end and are cancelled at any time; after each step nothing is lost, doubled or over budget."""
 
     @initialize(
-        slice_=st.integers(1, 6), budget=st.integers(3, 9), rows=st.integers(1, 3), capacity=st.integers(20, 60)
+        slice_=st.integers(1, 6),
+        budget=st.integers(3, 9),
+        rows=st.integers(1, 3),
+        capacity=st.integers(20, 60),
+        reserve=st.integers(0, 9),
     )
-    def start(self, slice_, budget, rows, capacity):
-        self.config = SchedulerConfig(prefill_slice=slice_, token_budget=budget, max_rows=rows)
+    def start(self, slice_, budget, rows, capacity, reserve):
+        self.config = SchedulerConfig(
+            prefill_slice=slice_, token_budget=budget, max_rows=rows, reserve_tokens=reserve, decode_deadline_ms=0
+        )
         self.ledger = Ledger(capacity)
         self.scheduler = Scheduler(self.config, self.ledger, eos_ids=(0,))
         self.requests, self.outputs, self.ended = {}, {}, []

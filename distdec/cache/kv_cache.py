@@ -5,8 +5,7 @@ it gives the same views everywhere, so ranks agree without communication.
 """
 
 import operator
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,8 +16,8 @@ from distdec.cache.allocator import require
 from distdec.cache.layout import MAX_INDEX, CacheLayout, View
 from distdec.cache.ledger import ChunkLedger
 from distdec.cache.placement import Placer
-from distdec.cache.prefix import ChunkState, Fragment, PrefixIndex, token_bytes
-from distdec.cache.sequence import Int32Array, Sequence
+from distdec.cache.prefix import ChunkState, Match, PrefixIndex, token_bytes
+from distdec.cache.sequence import Int32Array, Sequence, fragments
 
 TokenIds = SequenceOf[int] | np.ndarray[Any, Any]
 
@@ -106,24 +105,43 @@ class KVCache:
         Raises:
             ValueError: the sequence is there already, or `token_ids` is not one row of integers.
         """
+        key = b""
+        if token_ids is not None and len(token_ids):
+            key = self.match(token_ids, salt).key
+            self._prefix_queries += len(token_ids)
+        self._prefix_hits += self.adopt(seq_id, key, salt)
+        return self.length(seq_id)
+
+    def match(self, token_ids: TokenIds, salt: int = 0) -> Match:
+        """Look up the cached pages of the longest known prefix of a prompt, all but its last token; changes nothing."""
+        index, data = self._ledger.index, token_bytes(token_ids)
+        key, begin = b"", 0
+        states: set[ChunkState] = set()
+        while begin + index.page_bytes < len(data):
+            found = index.find(key or index.root(salt), data[begin : begin + index.page_bytes])
+            if found is None:
+                break
+            key = found[0]
+            states.update(state for state, _, _ in found[1].fragments if not state.views)
+            begin += index.page_bytes
+        return Match(begin // 8, key, sum(state.chunk.num_frames for state in states))
+
+    def adopt(self, seq_id: int, key: bytes = b"", salt: int = 0) -> int:
+        """Register a sequence that starts on the pages up to `key`, which `match` found here or on another rank.
+
+        Returns:
+            Its length now.
+
+        Raises:
+            ValueError: the sequence is there already, or no page has this key.
+        """
         if seq_id in self._sequences:
             raise ValueError(f"sequence {seq_id} is in the cache already")
-        index = self._ledger.index
-        seq = Sequence(seq_id, self.layout.num_ranks, self.layout.min_chunk, index.root(salt))
-        if token_ids is not None and len(token_ids):
-            data = token_bytes(token_ids)
-            self._prefix_queries += len(token_ids)
-            parent = seq.root
-            # the last token never hits
-            for begin in range(0, len(data) - index.page_bytes, index.page_bytes):
-                found = index.find(parent, data[begin : begin + index.page_bytes])
-                if found is None:
-                    break
-                parent, page = found
-                seq.keys.append(parent)
-                for state, offset, length in page.fragments:
-                    self._append_shared(seq, state, offset, length)
-            self._prefix_hits += seq.length
+        seq = self._empty(seq_id, salt)
+        for found, page in self._ledger.index.chain(key, seq.root):
+            seq.keys.append(found)
+            for state, offset, length in page.fragments:
+                self._append_shared(seq, state, offset, length)
         self._sequences[seq_id] = seq
         return seq.length
 
@@ -148,15 +166,15 @@ class KVCache:
             self.raise_full([(seq_id, num_tokens)])
         self._placer.grow(seq, num_tokens)
 
-    def can_extend(self, rows: Iterable[tuple[int, int]]) -> bool:
+    def can_extend(self, rows: Iterable[tuple[int, int]], reserved: int = 0) -> bool:
         """Say whether all of `(seq_id, num_tokens)` can be extended, in any order; exact, and changes nothing.
 
-        Cached and spare frames count as free. A sequence that is not in the cache holds nothing yet, so that admission
-        can ask before it adds.
+        Cached and spare frames count as free, but for `reserved` of them (the frames of a `match`). A sequence that is
+        not in the cache holds nothing yet, so that admission can ask before it adds.
         """
         needs = [(self._sequences.get(seq_id) or self._empty(seq_id), count) for seq_id, count in rows]
         needed, available = self._placer.demand(needs)
-        return needed <= available
+        return needed + reserved <= available
 
     def raise_full(self, rows: Iterable[tuple[int, int]]) -> NoReturn:
         """Raise CacheFull with the numbers of a step that does not fit."""
@@ -181,8 +199,7 @@ class KVCache:
         Raises:
             ValueError: `length` is negative or above the current length.
         """
-        seq = self._get(seq_id)
-        length = operator.index(length)
+        seq, length = self._get(seq_id), operator.index(length)
         if not 0 <= length <= seq.length:
             raise ValueError(f"length must be from 0 to {seq.length}, got {length}")
         while seq.length > length:
@@ -215,36 +232,49 @@ class KVCache:
         seq.keys = list(parent.keys)
         self._sequences[dst] = seq
 
-    def free(self, seq_id: int) -> None:
-        """Forget a sequence. Its published pages stay cached until their frames are needed."""
+    def free(self, seq_id: int, withdraw: bool = False) -> None:
+        """Forget a sequence. Its published pages stay cached until their frames are needed.
+
+        Args:
+            withdraw: its pages can be found no more, shared ones included: what they hold is not to be trusted.
+        """
+        for key in self._get(seq_id).keys if withdraw else ():
+            self._ledger.withdraw(key)
         # from the tail, so that the least recently used chunk is the one whose pages depend on the others
         self.truncate(seq_id, 0)
         del self._sequences[seq_id]
 
-    def commit_pages(self, seq_id: int, token_ids: TokenIds) -> None:
-        """Publish the full pages of `token_ids`, the sequence's tokens from position 0 on whose KV is now written.
+    def commit_pages(self, seq_id: int, token_ids: TokenIds, start: int = 0) -> None:
+        """Publish the full pages among a sequence's tokens from position `start` on, whose KV is now written.
 
         Pages published before are not looked at again: the cost is that of the new pages.
 
         Raises:
-            ValueError: more tokens than the sequence holds.
+            ValueError: more tokens than the sequence holds, or a `start` behind the first page not yet published.
         """
-        seq = self._get(seq_id)
-        if len(token_ids) > seq.length:
-            raise ValueError(f"token_ids must have at most the {seq.length} tokens reserved, got {len(token_ids)}")
-        size = self.layout.page_size
-        first, last = len(seq.keys), len(token_ids) // size
+        seq, size = self._get(seq_id), self.layout.page_size
+        first, last = len(seq.keys), (start + len(token_ids)) // size
+        if start + len(token_ids) > seq.length:
+            raise ValueError(
+                f"token_ids must have at most the {seq.length} tokens reserved, got {len(token_ids)} from {start} on"
+            )
+        if not 0 <= start <= first * size:
+            raise ValueError(f"start must be from 0 to {first * size}, the end of the published pages, got {start}")
         if first >= last:
             return
         index = self._ledger.index
-        data = token_bytes(token_ids[first * size : last * size])
-        where = _fragments(seq, first * size, size)
+        data = token_bytes(token_ids[first * size - start : last * size - start])
+        where = fragments(seq, first * size, size)
         for page in range(last - first):
             parent = seq.keys[-1] if seq.keys else seq.root
             tokens = data[page * index.page_bytes : (page + 1) * index.page_bytes]
             key = PrefixIndex.key(parent, tokens)
             self._ledger.publish(key, parent, tokens, next(where))
             seq.keys.append(key)
+
+    def held_tokens(self, kvp_rank: int) -> int:
+        """Return the tokens that live sequences hold on one rank, shared ones once for each sequence."""
+        return self._placer.tokens[kvp_rank]
 
     def length(self, seq_id: int) -> int:
         """Return the number of tokens of a sequence, over all ranks."""
@@ -350,9 +380,9 @@ class KVCache:
             require(not gone, f"{state.chunk} is owned by a sequence that is gone")
         self._ledger.check_integrity(views)
 
-    def _empty(self, seq_id: int) -> Sequence:
+    def _empty(self, seq_id: int, salt: int = 0) -> Sequence:
         """Return a sequence without tokens that is not in the cache."""
-        return Sequence(seq_id, self.layout.num_ranks, self.layout.min_chunk, self._ledger.index.root(0))
+        return Sequence(seq_id, self.layout.num_ranks, self.layout.min_chunk, self._ledger.index.root(salt))
 
     def _get(self, seq_id: int) -> Sequence:
         """Return a live sequence."""
@@ -368,20 +398,3 @@ class KVCache:
         if len(seq.spans) > spans:
             self._ledger.share(state)
         self._placer.tokens[state.chunk.kvp_rank] += length
-
-
-def _fragments(seq: Sequence, position: int, size: int) -> Iterator[tuple[Fragment, ...]]:
-    """Yield where the pages of `size` tokens from `position` on lie, one after the other; O(1) for a page."""
-    index = bisect_right(seq.spans, position, key=lambda span: span.token_start) - 1
-    while True:
-        parts = []
-        stop = position + size
-        while position < stop:
-            span = seq.spans[index]
-            inside = position - span.token_start
-            length = min(stop - position, span.length - inside)
-            parts.append((span.state, span.offset + inside, length))
-            position += length
-            if inside + length == span.length:
-                index += 1
-        yield tuple(parts)

@@ -125,6 +125,11 @@ class ChunkLedger:
                 # the index holds one reference for all pages of a chunk
                 self.allocator.retain(state.chunk)
 
+    def withdraw(self, key: bytes) -> None:
+        """Let nobody find a page any more; harmless if it is gone."""
+        if key in self.index.pages:
+            self._unpublish(key)
+
     def check_integrity(self, views: dict[ChunkState, int]) -> None:
         """Check the books against the views that the sequences hold.
 

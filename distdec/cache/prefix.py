@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,14 @@ class Page:
         self.fragments = fragments
 
 
+class Match(NamedTuple):
+    """What a prompt would find: tokens, the key of the last page (empty without a hit), cached frames it would pin."""
+
+    num_tokens: int
+    key: bytes
+    frames: int
+
+
 def token_bytes(token_ids: "Sequence[int] | np.ndarray[Any, Any]") -> bytes:
     """Return token ids as little-endian int64, the form that is hashed, the same on every machine.
 
@@ -92,6 +100,20 @@ class PrefixIndex:
         if page is None or page.tokens != tokens or page.parent != parent:
             return None
         return key, page
+
+    def chain(self, key: bytes, root: bytes) -> list[tuple[bytes, Page]]:
+        """Return the pages from `root` to `key`, first page first; none for an empty key.
+
+        Raises:
+            ValueError: a page of the chain is not there.
+        """
+        chain: list[tuple[bytes, Page]] = []
+        while key and key != root:
+            if key not in self.pages:
+                raise ValueError(f"no cached page has the key {key.hex()}, {len(chain)} page(s) before the last")
+            chain.append((key, self.pages[key]))
+            key = self.pages[key].parent
+        return chain[::-1]
 
     def insert(self, key: bytes, page: Page) -> list[ChunkState]:
         """Publish a page that is not yet there; returns the chunks for which it is the first page."""

@@ -1,12 +1,14 @@
 """Keep one sequence's views, and for each rank that asks the table its kernels read, by increments."""
 
+from bisect import bisect_right
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from distdec.cache.allocator import require
 from distdec.cache.layout import View
-from distdec.cache.prefix import ChunkState
+from distdec.cache.prefix import ChunkState, Fragment
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -164,3 +166,20 @@ class Sequence:
     def _row(self, span: Span) -> tuple[int, int, int]:
         """Return the table row of a span."""
         return span.state.chunk.frame * self.min_chunk + span.offset, span.length, span.token_start
+
+
+def fragments(seq: Sequence, position: int, size: int) -> Iterator[tuple[Fragment, ...]]:
+    """Yield where the pages of `size` tokens from `position` on lie, one after the other; O(1) for a page."""
+    index = bisect_right(seq.spans, position, key=lambda span: span.token_start) - 1
+    while True:
+        parts = []
+        stop = position + size
+        while position < stop:
+            span = seq.spans[index]
+            inside = position - span.token_start
+            length = min(stop - position, span.length - inside)
+            parts.append((span.state, span.offset + inside, length))
+            position += length
+            if inside + length == span.length:
+                index += 1
+        yield tuple(parts)

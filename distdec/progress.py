@@ -1,0 +1,73 @@
+"""How far a request has got, and what the scheduler says about it. Integers only, no torch."""
+
+from dataclasses import dataclass, field
+
+from distdec.request import FinishReason, Request
+
+
+@dataclass
+class RequestState:
+    """Progress of one request. Owned by the scheduler.
+
+    Attributes:
+        order: requests are served by it: arrival in seconds, later by the priority, then a running number.
+        cold: it may not start on cached pages, which can pin more frames than it can do without.
+    """
+
+    request: Request
+    arrived: float = 0.0
+    order: tuple[float, int] = (0.0, 0)
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_preemptions: int = 0
+    cold: bool = False
+    finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_ids) + len(self.output_ids)
+
+    @property
+    def num_outstanding(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    def num_to_reserve(self, reserve: int) -> int:
+        """Return the tokens to keep room for: what is outstanding and `reserve` more, if it may get that far."""
+        return min(self.request.max_tokens - self.num_computed, self.num_outstanding + reserve)
+
+    def next_ids(self, count: int) -> tuple[int, ...]:
+        """Return the next `count` token ids to compute."""
+        prompt, at = self.request.prompt_ids, self.num_computed
+        if at >= len(prompt):
+            return tuple(self.output_ids[at - len(prompt) : at - len(prompt) + count])
+        ids = prompt[at : at + count]
+        return ids + tuple(self.output_ids[: count - len(ids)])
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One request's share of a step's result: a new token, or the reason it ended without one."""
+
+    request_id: int
+    token_id: int | None
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the start.
+
+    Attributes:
+        looked_up_tokens, hit_tokens: of the requests admitted, and how many of them were cached.
+        preemptions: requests put back.
+        delayed_steps: steps in which prompts waited for the deadline of decode rows.
+    """
+
+    looked_up_tokens: int = 0
+    hit_tokens: int = 0
+    preemptions: int = 0
+    delayed_steps: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.looked_up_tokens if self.looked_up_tokens else 0.0

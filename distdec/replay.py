@@ -1,0 +1,47 @@
+"""Do to a rank's integer cache what a plan says: free, admit, and publish what its rows have filled. No torch."""
+
+from distdec.cache.kv_cache import KVCache
+from distdec.request import StepPlan
+
+
+class Replay:
+    """Apply plans to one rank's cache, in their order, so that it stays the same as all others.
+
+    Args:
+        cache: this rank's.
+        publish: let later prompts find the pages of earlier ones.
+    """
+
+    def __init__(self, cache: KVCache, publish: bool = True) -> None:
+        """Start with an empty cache."""
+        self.cache = cache
+        self._publish = publish
+        # of each sequence, where its first page not yet published starts, and the tokens from there on
+        self._tails: dict[int, tuple[int, list[int]]] = {}
+
+    def admit(self, plan: StepPlan) -> None:
+        """Free and admit; not on rank 0, whose scheduler does so as it decides."""
+        keys = {hit.request_id: hit.key for hit in plan.hits}
+        for request_id in plan.free:
+            self.cache.free(request_id, request_id in plan.withdraw)
+        for request_id in plan.admit:
+            self.cache.adopt(request_id, keys.get(request_id, b""))
+
+    def publish(self, plan: StepPlan) -> None:
+        """Publish the pages that a step has filled, after it was launched, on every rank.
+
+        Their keys and values are written by then as far as any later step can tell: it runs behind this one.
+        """
+        if not self._publish:
+            return
+        size = self.cache.layout.page_size
+        for request_id in plan.free:
+            self._tails.pop(request_id, None)
+        for row in plan.rows:
+            # a hit ends with a page, so the first row of a sequence starts one
+            start, tail = self._tails.get(row.request_id, (row.start, []))
+            tail.extend(row.token_ids)
+            if full := len(tail) // size * size:
+                self.cache.commit_pages(row.request_id, tail[:full], start)
+                start, tail = start + full, tail[full:]
+            self._tails[row.request_id] = (start, tail)
