@@ -118,6 +118,10 @@ class StepBuffers:
         self._pool = pool
         self._grow(*self._capacity, force=True)
 
+    def reserve(self, *, tokens: int, rows: int, views: int) -> None:
+        """Make the buffers large enough now, so that steps up to these sizes find their tensors where they are."""
+        self._grow(tokens, rows, views)
+
     def announce_window(self, window: int) -> None:
         """Add a sliding window that later steps will be asked for. Takes effect at the next `fill`."""
         if window not in self.windows:

@@ -16,6 +16,7 @@ DEVICES = ("auto", "cpu", "cuda")
 QUERY_MODES = ("auto", "replicate", "gather")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 BACKENDS = ("auto", "reference", "triton")
+GRAPHS = ("auto", "on", "off")
 MODELS = ("smollm2", "path")
 WORKLOADS = ("prompt", "passkey", "jsonl")
 ON_ERROR = ("stop", "skip")
@@ -186,14 +187,19 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """Which kernels compute local attention."""
+    """Which kernels compute local attention, and how steps are launched."""
 
     name: str = field(
         default="auto",
         metadata=_help("auto: triton on cuda, reference on cpu; reference: PyTorch; triton: the kernels"),
     )
+    graphs: str = field(
+        default="auto",
+        metadata=_help("decode steps as CUDA graphs, captured at the start: auto (on cuda), on, off"),
+    )
 
     def __post_init__(self) -> None:
+        _one_of("backend.graphs", self.graphs, GRAPHS)
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"backend.name must name a backend ({', '.join(BACKENDS)}), got {self.name!r}")
 

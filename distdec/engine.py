@@ -194,7 +194,8 @@ class Engine:
             self.replay.admit(plan)
         if not plan.rows:
             return None
-        batch = self.cache.begin_step([(row.request_id, row.num_tokens) for row in plan.rows], q_len=1)
+        rows = [(row.request_id, row.num_tokens) for row in plan.rows]
+        batch = self.cache.begin_step(rows, q_len=1, pad_decode_rows=self.runner.padded_rows(plan))
         self.peak_tokens = max(self.peak_tokens, self.cache.kv.held_tokens(self.mesh.kvp_rank))
         return batch
 
@@ -287,6 +288,10 @@ class Engine:
             if result.done:
                 break
         return self._share([completions[request_id] for request_id in ids])
+
+    def close(self) -> None:
+        """Give back what the runner holds, graphs first; on every rank, before the mesh is closed."""
+        self.runner.close()
 
     def _withdraw(self, request_ids: list[int]) -> None:
         for request_id in request_ids:

@@ -105,13 +105,18 @@ class StepGraphs:
         """Captured keys, fewest rows first."""
         return sorted(self._captured)
 
-    def capture(self, steps: Mapping[GraphKey, tuple[Callable[..., Any], Sequence[Tensor]]]) -> None:
+    def capture(
+        self,
+        steps: Mapping[GraphKey, tuple[Callable[..., Any], Sequence[Tensor]]],
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Warm up every callable, then capture each of them.
 
         Args:
             steps: key -> (callable, example inputs). The graph reads the example tensors' memory from now on; `replay`
                 copies new values into it. Whatever else the callable reads must stay where it is. The callable runs
                 `WARM_UP_CALLS` times, with all its effects: point its slot mapping at -1 first.
+            progress: called with the number of steps captured so far, and of all.
 
         Raises:
             ValueError: a key that is captured already.
@@ -131,10 +136,12 @@ class StepGraphs:
         self._generation = self._moved()
         self._barrier()
         # largest first: the smaller ones then find room in the memory pool that all share
-        for key in sorted(steps, reverse=True):
+        for count, key in enumerate(sorted(steps, reverse=True), 1):
             function, inputs = steps[key]
             graph, output = self._record(function, inputs)
             self._captured[key] = _Captured(function, tuple(inputs), graph, output)
+            if progress is not None:
+                progress(count, len(steps))
         self._barrier()
 
     def pick(self, rows: int, q_len: int = 1, schedule: str = "spans", splits: int = 0) -> GraphKey | None:

@@ -13,6 +13,7 @@ from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
 from distdec.capacity import choose_max_tokens
 from distdec.config import Config
+from distdec.decode_graphs import DecodeGraphs
 from distdec.hf.attention import bind_engine
 from distdec.hf.sharding import merge_for
 from distdec.hf.support import Geometry, check_model
@@ -83,27 +84,47 @@ class Runner:
         self.mesh: Mesh = attention.mesh
         self.max_tokens = max_tokens
         self.binding = bind_engine(model, attention)
-        self.num_forwards = 0
+        self.graphs: DecodeGraphs | None = None
+        self._num_eager = 0
         self._inputs = _Inputs(self.mesh.device)
 
     @classmethod
-    def build(cls, model: torch.nn.Module, mesh: Mesh, config: Config, max_tokens: int) -> Runner:
-        """Make the cache and the attention layer for a model from `load_model`.
+    def build(
+        cls,
+        model: torch.nn.Module,
+        mesh: Mesh,
+        config: Config,
+        max_tokens: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Runner:
+        """Make the cache and the attention layer for a model from `load_model`, and capture its decode steps.
 
         Args:
             max_tokens: size of the cache, the same on every rank; see `cache_size`.
+            progress: called with the number of captured steps, and of all.
 
         Notes:
-            Collective: the choice of the merge.
+            Collective: the choice of the merge, the captured steps.
         """
         geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
         cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
         merge = merge_for(model, mesh, config.parallel.merge)
-        return cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
+        runner = cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
+        if config.backend.graphs == "on" or (config.backend.graphs == "auto" and mesh.device.type == "cuda"):
+            runner.capture(config.scheduler.max_rows, config.scheduler.token_budget, progress)
+        return runner
 
     @classmethod
-    def load(cls, folder: str | Path, mesh: Mesh, config: Config, *, wanted_tokens: int = 0) -> Runner:
+    def load(
+        cls,
+        folder: str | Path,
+        mesh: Mesh,
+        config: Config,
+        *,
+        wanted_tokens: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Runner:
         """Load a model folder and make its cache: `load_model`, `cache_size` and `build` in one.
 
         Raises:
@@ -114,7 +135,17 @@ class Runner:
         """
         model = load_model(folder, mesh, config)
         [size] = mesh.agree([cache_size(model, mesh, config, wanted_tokens)])
-        return cls.build(model, mesh, config, size)
+        return cls.build(model, mesh, config, size, progress)
+
+    def capture(self, max_rows: int, max_tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Run decode steps of up to `max_rows` rows as graphs from now on. Arguments as for `DecodeGraphs`."""
+        self._inputs = _Inputs(self.mesh.device, max(max_tokens, max_rows))
+        self.graphs = DecodeGraphs(self.binding, max_rows=max_rows, max_tokens=max_tokens, progress=progress)
+
+    @property
+    def num_forwards(self) -> int:
+        """Forwards launched from Python, those of warming up included; a replayed graph is none."""
+        return self._num_eager + (self.graphs.num_forwards if self.graphs is not None else 0)
 
     @property
     def num_layers(self) -> int:
@@ -124,6 +155,10 @@ class Runner:
     def dtype(self) -> str:
         return str(self.cache.pool.k.dtype).removeprefix("torch.")
 
+    def padded_rows(self, plan: StepPlan) -> int:
+        """Return the rows to which a plan's decode rows have to be padded; 0: not at all, it runs eagerly."""
+        return self.graphs.pad(len(plan.rows)) if self.graphs is not None and plan.decode_only else 0
+
     def run(self, plan: StepPlan, batch: StepBatch) -> Tensor:
         """Run the plan's rows and return the logits of the rows that need them, in row order.
 
@@ -132,7 +167,7 @@ class Runner:
 
         Args:
             plan: what to run.
-            batch: the same rows, as `ShardedCache.begin_step` described them.
+            batch: the same rows, as `ShardedCache.begin_step` described them, padded as `padded_rows` says.
 
         Shapes:
             returns [N, vocabulary], the same on every rank
@@ -141,26 +176,40 @@ class Runner:
             In-place: writes the pool. Collective: one merge a layer, and those of the sharded weights; every rank must
             call this with the same plan. Host sync: none.
         """
-        input_ids, position_ids, needed = self._inputs.fill(plan)
-        self.binding.set_step(batch)
-        self.num_forwards += 1
+        pad = self.padded_rows(plan)
+        input_ids, position_ids, needed = self._inputs.fill(plan, pad)
         with torch.no_grad():
+            if pad and self.graphs is not None:
+                return self.graphs.run(input_ids, position_ids, batch)[: len(plan.rows)]
+            self._num_eager += 1
+            self.binding.set_step(batch)
             return self.binding.forward(input_ids, position_ids, logits_to_keep=needed)
 
     def close(self) -> None:
-        """Take the binding off the model."""
+        """Drop the graphs, take the binding off the model and give back the merge's buffers, in this order.
+
+        Notes:
+            Collective, where the merge has buffers that its peers write to: before the mesh is closed.
+        """
+        if self.graphs is not None:
+            self.graphs.close()
         self.binding.close()
+        close_merge = getattr(self.attention.merge, "close", None)
+        if close_merge is not None:
+            close_merge()
 
 
 class _Inputs:
     """Token ids, positions and needed rows of a step, on the device, in buffers that stay where they are.
 
-    One host buffer is enough: rank 0 reads a step's tokens before it plans the next step, and by then every rank's copy
-    has long been done, since it comes before the step's merges.
+    One host buffer is enough, as a step's copy is the first of its work on the device: waiting for it before the next
+    step is filled leaves the device one step to run meanwhile. Not waiting would overwrite the tokens of a prompt's
+    slice that is still queued, since nobody reads a result of such a step.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
         self.device = device
+        self._copied: torch.cuda.Event | None = None
         self._allocate(capacity)
 
     def _allocate(self, capacity: int) -> None:
@@ -169,13 +218,18 @@ class _Inputs:
         self.host = torch.zeros(3, capacity, dtype=torch.int64, pin_memory=pin)
         self.words = torch.zeros(3, capacity, dtype=torch.int64, device=self.device) if pin else self.host
 
-    def fill(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
+    def fill(self, plan: StepPlan, pad: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Return (token ids [T], positions [T], indices of the tokens whose logits are needed [N]), all int64.
+
+        Padded to `pad` tokens with token 0 at position 0.
 
         Example: rows of 1 and 3 tokens, both needing logits: indices 0 and 3.
         """
-        if plan.num_tokens > self.capacity:
-            self._allocate(1 << (plan.num_tokens - 1).bit_length())
+        # (an old host buffer stays alive until its copy is done: the allocator of pinned memory sees to that)
+        if (tokens := max(plan.num_tokens, pad)) > self.capacity:
+            self._allocate(1 << (tokens - 1).bit_length())
+        if self._copied is not None:
+            self._copied.synchronize()
         ids, positions, needed = self.host.numpy()
         at = count = 0
         for row in plan.rows:
@@ -186,8 +240,12 @@ class _Inputs:
             if row.needs_logits:
                 needed[count] = stop - 1
                 count += 1
+        if pad > at:
+            ids[at:pad], positions[at:pad], at = 0, 0, pad
         if self.words is not self.host:
             self.words[:, :at].copy_(self.host[:, :at], non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
         return self.words[0, :at], self.words[1, :at], self.words[2, :count]
 
 

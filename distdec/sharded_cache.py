@@ -94,11 +94,14 @@ class ShardedCache:
         self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, windows=windows, device=mesh.device)
         self.buffers.schedule_for(self.pool)
 
-    def begin_step(self, rows: Sequence[tuple[int, int]], *, q_len: int | None = None) -> StepBatch:
+    def begin_step(
+        self, rows: Sequence[tuple[int, int]], *, q_len: int | None = None, pad_decode_rows: int = 0
+    ) -> StepBatch:
         """Reserve room for this step's tokens and describe the step to the attention layers.
 
         Args:
-            rows: (seq_id, new tokens), decode rows first; see `StepBuffers.fill`.
+            rows: (seq_id, new tokens), decode rows first.
+            q_len, pad_decode_rows: see `StepBuffers.fill`.
 
         Raises:
             CacheFull: the step does not fit; nothing was reserved.
@@ -111,7 +114,7 @@ class ShardedCache:
         for seq, count in rows:
             if count:
                 self.kv.extend(seq, count)
-        return self.buffers.fill(rows, q_len=q_len)
+        return self.buffers.fill(rows, q_len=q_len, pad_decode_rows=pad_decode_rows)
 
     def local_tokens(self) -> int:
         """Tokens that this rank holds over all live sequences (a shared prefix counts once per sequence)."""

@@ -58,7 +58,11 @@ def run(config: Config, job: boot.Job) -> int:
     finally:
         if display is not None:
             display.close()
+        if engine.runner.graphs is not None:
+            # also after a failure: a process group waits for graphs that use it
+            engine.runner.graphs.close()
     report(config, job, engine, completions, prompts)
+    engine.close()
     if prompts and config.parity:
         return check_parity(folder, engine, prompts, completions)
     return 0
@@ -112,8 +116,22 @@ def make_engine(config: Config, job: boot.Job, folder: Path, work: Work | None) 
         wanted = tokens_needed(requests, config.scheduler.max_rows, config.cache.min_chunk)
     size = job.on_leader(lambda: cache_size(model, mesh, config, wanted))
     [size] = mesh.agree([size] if size is not None else None)
-    runner = Runner.build(model, mesh, config, size)
+    runner = Runner.build(model, mesh, config, size, _capture_progress() if work is not None else None)
     return Engine(runner, config.scheduler, tokenizer=work.tokenizer if work else None)
+
+
+def _capture_progress() -> Any:
+    """Return what shows how many decode steps are captured; the line ends with the last one."""
+    bar: list[Any] = []
+
+    def show(count: int, total: int) -> None:
+        if not bar:
+            bar.append(console.Progress("capture", total, "graphs").__enter__())
+        bar[0].to(count)
+        if count == total:
+            bar[0].close()
+
+    return show
 
 
 def _fitting(config: Config, engine: Any, work: Work | None) -> list[Any]:

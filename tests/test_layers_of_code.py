@@ -39,6 +39,7 @@ LEVELS = {
     "distdec.planner": 4,
     "distdec.hf": 5,
     "distdec.graphs": 5,
+    "distdec.decode_graphs": 5,
     "distdec.runner": 5,
     "distdec.engine": 6,
     "distdec.serving": 7,
