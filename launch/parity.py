@@ -31,7 +31,8 @@ def reference_tokens(model: Any, prompt_ids: Sequence[int], count: int, repetiti
     options = GenerationConfig(
         max_new_tokens=count,
         do_sample=False,
-        eos_token_id=None,
+        # None would mean the model's own; no token is this one
+        eos_token_id=-1,
         pad_token_id=0,
         repetition_penalty=repetition_penalty,
         prefill_chunk_size=PREFILL_CHUNK if len(prompt_ids) > PREFILL_CHUNK else None,
