@@ -183,7 +183,9 @@ class Engine:
             except Exception as raised:
                 # the others already wait for a plan
                 plan, error = StepPlan(0, PlanKind.FAIL), raised
-        plan = StepPlan.decode(self.mesh.agree(None if plan is None else plan.encode()))
+        words = self.mesh.agree(None if plan is None else plan.encode())
+        if plan is None:
+            plan = StepPlan.decode(words)
         if plan.kind is PlanKind.FAIL:
             raise error or RuntimeError("rank 0 could not plan the step; it says why")
         return plan

@@ -136,9 +136,11 @@ class Scheduler:
         while self._to_free:
             self._free(self._to_free[0])
             del self._to_free[0]
-        if not self._make_room() and not self._blocked:
-            self._admit()
-        counts = self._counts()
+        counts = self._make_room()
+        if counts is None or (self.waiting and not self._blocked):
+            if counts is not None or not self.running:
+                self._admit()
+            counts = self._counts()
         if not counts and self.waiting:
             head = self.waiting[0].request
             raise RuntimeError(
@@ -166,21 +168,20 @@ class Scheduler:
         self.cache.free(request_id, request_id in self._tainted)
         self._freed.append(request_id)
 
-    def _make_room(self) -> bool:
-        """Preempt, last in order first, until the rows of this step fit. Returns whether others than the first had to.
+    def _make_room(self) -> list[tuple[RequestState, int]] | None:
+        """Preempt, last in order first, until the rows of this step fit. Returns them, or None if any was preempted.
 
         A request alone that does not fit stands on cached pages that pin frames which it needs: it starts afresh.
         """
         preempted = False
-        while self.running:
-            needs = [(state.request.request_id, count) for state, count in self._counts()]
-            if self.cache.can_extend(needs):
-                break
+        counts = self._counts()
+        while self.running and not self.cache.can_extend([(s.request.request_id, count) for s, count in counts]):
             state = max(self.running.values(), key=lambda state: state.order)
             state.cold = len(self.running) == 1
             self._preempt(state)
-            preempted = bool(self.running)
-        return preempted
+            preempted = True
+            counts = self._counts()
+        return None if preempted else counts
 
     def _preempt(self, state: RequestState) -> None:
         request_id = state.request.request_id
