@@ -70,7 +70,7 @@ def sweep_shape(bench: Bench, shape: Shape, kernels: list[tuple[int, int, int, i
     times = bench.measure(
         "sweep",
         shape.config(),
-        [default(first), *switched(first, own, rule), *round_one],
+        [default(first), *round_one],
         ceiling=ceiling,
         timer=timer,
         **first.describe(),
@@ -124,18 +124,6 @@ def launch(
     config = {"kernel": "/".join(map(str, kernel)), "num_spans": num_spans}
     name = f"{config['kernel']} x {num_spans}"
     return Variant(name, call, check, own.name, config, num_bytes=shape.kv_bytes, baseline="default")
-
-
-def switched(inputs: Inputs, own: OpsBackend, rule: dict[str, Any]) -> list[Variant]:
-    """Return decode as the cost rule launches it, with one of its switches off."""
-    if own.name != "triton" or inputs.ops.preferred_tile_tokens != own.preferred_tile_tokens:
-        return []
-    kernel = (own.preferred_tile_tokens or 0, rule["block_n"], rule["num_warps"], rule["num_stages"])
-    return [
-        replace(launch(inputs, own, kernel, rule["num_spans"], {**rule, name: False}), name=f"default, no {name}")
-        for name in ("fetch", "dependent")
-        if rule.get(name)
-    ]
 
 
 def default(inputs: Inputs) -> Variant:

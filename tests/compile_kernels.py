@@ -113,7 +113,7 @@ def tables(rows, tiles):
     )
 
 
-HOPPER = decode_triton.DeviceLimits(132, 227 * 1024, True, True)
+HOPPER = decode_triton.DeviceLimits(132, 227 * 1024, True)
 AMPERE = decode_triton.DeviceLimits(108, 163 * 1024, False)
 
 
@@ -226,10 +226,6 @@ def main():
             "order": product_order(ptx),
             "bulk": ptx.count("cp.async.bulk.tensor"),
             "mma": ptx.count("mma.sync"),
-            "launch_dependents": ptx.count("griddepcontrol.launch_dependents"),
-            "dependency_wait": ptx.count("griddepcontrol.wait"),
-            "loads_before_wait": ptx.split("griddepcontrol.wait")[0].count("ld.global"),
-            "launch_pdl": options.get("launch_pdl", False),
             "warps": compiled.metadata.num_warps,
             "options": {p.name: a for a, p in zip(args, kernel.params, strict=True) if p.is_constexpr},
         }

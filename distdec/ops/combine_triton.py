@@ -112,7 +112,6 @@ def combine_kernel(
     SPLIT: tl.constexpr,
     FINISH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Join one query token's partials on one query head. `p_ranges` is the table of ranges, or `cum_tiles`."""
     ROWS: tl.constexpr = Q_LEN * GROUP
@@ -121,9 +120,6 @@ def combine_kernel(
     i_token = i_out // (HKV * GROUP)
     first, count = unit_range(p_ranges, num_rows, num_spans, i_token // Q_LEN, q_head // GROUP, HKV, SPLIT)
     start = first * ROWS + (i_token % Q_LEN) * GROUP + q_head % GROUP
-    if DEPENDENT:
-        # brought onto the device while the partials are still being made; the ranges are older
-        tl.extra.cuda.gdc_wait()
     b_out, lse2 = fold_partials(p_partial_out, p_partial_lse2, start, ROWS, count, DV, BLOCK_DV, BLOCK_C)
     if FINISH:
         b_out, lse2 = finish_row(b_out, lse2, p_sinks + q_head, HAS_SINKS)
@@ -220,7 +216,6 @@ def launch_combine(
     lse: Tensor | None = None,
     finish: bool = False,
     sinks: Tensor | None = None,
-    dependent: bool = False,
     launcher: Launcher | None = None,
 ) -> Partial:
     """Launch one program per query token and query head.
@@ -233,8 +228,6 @@ def launch_combine(
         out, lse: where to write, out in any floating dtype; None allocates float32.
         finish: turn rows that hold NaN or +inf into NaN throughout, and add the sinks: what a layer on one rank
             hands on.
-        dependent: launched right after the kernel that makes the partials, and meant to be on the device before that
-            ends (Hopper on).
         launcher: keeps the compiled kernel for the next call.
     """
     dim = partial_out.shape[2]
@@ -246,7 +239,6 @@ def launch_combine(
     if tokens:
         block = block or combine_block(num_rows * num_kv_heads, num_spans, split_tiles)
         block_dv = triton.next_power_of_2(dim)
-        options = {"launch_pdl": True} if dependent else {}
         constants = (num_kv_heads, group_size, q_len, dim, block_dv, block, split_tiles, finish)
         launch(
             launcher,
@@ -254,9 +246,8 @@ def launch_combine(
             (tokens * heads, 1),
             (partial_out, partial_lse2, ranges, out, lse, lse if sinks is None else sinks),
             (num_rows, num_spans),
-            (*constants, finish and sinks is not None, dependent),
+            (*constants, finish and sinks is not None),
             num_warps=max(1, min(8, block * block_dv // 512)),
-            **options,
         )
     return Partial(out, lse)
 
@@ -275,7 +266,6 @@ def combine_splits(splits: Splits, **outputs: Any) -> Partial:
         num_spans=splits.num_spans,
         split_tiles=kind,
         block=block,
-        dependent=splits.dependent,
         **outputs,
     )
 

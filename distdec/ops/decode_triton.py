@@ -64,17 +64,6 @@ def finish_softmax(b_max, b_total, b_acc):
 
 
 @triton.jit
-def fetch(p_rows, length, o_row, LINE: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Ask for rows of keys or values to be brought into the L2 cache in lines of 128 bytes, `LINE` numbers."""
-    o_line = tl.minimum(tl.arange(0, BLOCK_D // LINE) * LINE, D - 1)
-    # rows past the tile ask for its first row once more
-    p_lines = p_rows + tl.where(o_row < length, o_row, 0)[:, None] * STRIDE + o_line[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_lines], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
 def decode_kernel(
     p_q,
     p_k,
@@ -103,8 +92,6 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
-    FETCH: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     """Attend along one span of the line of tiles, for `BLOCK_M` packed query rows, and leave a partial per unit."""
     ROWS: tl.constexpr = Q_LEN * GROUP
@@ -128,10 +115,6 @@ def decode_kernel(
     while partial >= 0:
         row = unit // HKV
         head = unit % HKV
-        if FETCH:
-            # the queries' own trip comes before the loop's first copies
-            fetch(p_k + slot.to(tl.int64) * K_STRIDE + head * D, length, o_n, FETCH, K_STRIDE, D, BLOCK_D)
-            fetch(p_v + slot.to(tl.int64) * V_STRIDE + head * DV, length, o_n, FETCH, V_STRIDE, DV, BLOCK_DV)
         o_token = row * Q_LEN + o_m // GROUP
         o_head = head * GROUP + o_m % GROUP
         b_limit = tl.load(p_positions + o_token, mask=m_m, other=-1)
@@ -191,10 +174,6 @@ def decode_kernel(
         slot = next_slot
         length = next_length
         token = next_token
-    if DEPENDENT:
-        # the combine may come onto the device; it waits for this whole launch before it reads a partial. Not before
-        # the loop: programs that wait beside it cost it 13% (8 rows of 32 heads, one H200, 29 Nov 2026)
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 class DeviceLimits(NamedTuple):
@@ -203,7 +182,6 @@ class DeviceLimits(NamedTuple):
     multiprocessors: int
     shared_bytes: int
     warp_group_products: bool
-    dependent_launch: bool = False
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -215,7 +193,6 @@ def device_limits(device: torch.device) -> DeviceLimits:
         properties.multi_processor_count,
         properties.shared_memory_per_multiprocessor,
         properties.major == 9,
-        properties.major >= 9,
     )
 
 
@@ -228,27 +205,17 @@ def largest_block(tile_tokens: int, dim: int, element_bytes: int, num_bytes: int
 
 
 class DecodePlan(NamedTuple):
-    """How one decode call is launched. All of it is fixed when a graph is captured; no length enters.
-
-    Attributes:
-        fetch: ask for the first block of keys and values before the queries are read.
-        dependent: let the combine come onto the device before the decode kernel ends.
-    """
+    """How one decode call is launched. All of it is fixed when a graph is captured; no length enters."""
 
     num_spans: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    fetch: bool = False
-    dependent: bool = False
 
 
-LARGE_BLOCK_BYTES = 64 * 1024
-"""Keys and values of a block where one program has a multiprocessor to itself."""
-
-FEW_ROWS, MANY_ROWS = 9, 24
-"""Fewer rows are cut into equal pieces, and so are as many or more; rows between are taken for ragged ones."""
+PER_SM = 2
+"""Programs that share a multiprocessor: each has two buffers of 32 KiB on their way."""
 
 
 def decode_launch_plan(
@@ -274,48 +241,41 @@ def decode_launch_plan(
         deterministic: choose from head size and type alone, so that bits do not follow the batch or q_len.
 
     Notes:
-        Fitted to a sweep on one H200 (29 Nov 2026, bf16, D 128, 8 KV heads, medians in us; block/warps/stages x spans):
-        one row: 128/4/3 x 128 the best at 8K (15.4 against 19.0 for 64/4/3 x 392), 16K (24.3) and within 0.6% of the
-        best at 32K to 128K; 8 rows: 128/8/3 x 128 (8K 67.6, 32K 241.5); 32 rows of 8K: 64/8/3 x 256 (244.5; x 264
-        251.0: a whole number of spans per unit cuts equal rows into equal pieces, with the fewest partials); 16 ragged
-        rows: 64/4/4 x 792 (332.4; blocks of 128 346.1). 8 tokens a row: 64/4/3 x 264 (134.8; x 392 157.5).
-        Other head sizes and types take the block of the same bytes.
+        Fitted to sweeps on one H200 (29 Nov 2026, bf16, D 128, 8 KV heads, medians in us; block/warps/stages x spans).
+        Two programs a multiprocessor with blocks of 64 are the best or near it everywhere: 8 rows of 128K 64/8/3 x 256
+        941.8 (128/8/3 x 128 1072, 64/8/3 x 384 1179), 8 rows of 8K 64/4/3 x 256 68.9 and 64/8/3 x 256 69.4, 32 rows of
+        8K 64/8/3 x 256 246.3, 16 ragged rows 64/8/3 x 264 333.7 (64/4/4 x 792 337.0), one row of 128K under 64 query
+        heads 64/4/3 x 256 129.0 (128/4/3 x 128 139.2), one row of 512K 64/8/3 x 256 478.4 and 64/4/3 x 256 484.6. One
+        row of 8K prefers 128/4/3 x 128 (14.9) by 1 us or so. Asking for the first keys ahead of the queries and letting
+        the combine onto the device early (programmatic dependent launch) cost 0.6 and 0.2 us there and gained nothing
+        that lasts elsewhere. Other head sizes and types take the block of the same bytes.
     """
     # more than 64 rows without warp-group products spill registers: those rows read the keys twice instead
     largest = 128 if device.warp_group_products else 64
     block_m = 16 if deterministic else min(largest, max(16, triton.next_power_of_2(packed_rows)))
     dim = triton.next_power_of_2(head_dim)
-    block_n, num_warps, num_stages = largest_block(tile_tokens, dim, element_bytes), 4, 3
+    block_n, num_warps = largest_block(tile_tokens, dim, element_bytes), 4
     units = max(1, num_rows * num_kv_heads)
-    per_sm, waves = 2, 1
-    if not (deterministic or element_bytes == 4 or q_len > 1) and device.warp_group_products:
-        if num_rows < FEW_ROWS:
-            block_n = largest_block(tile_tokens, dim, element_bytes, LARGE_BLOCK_BYTES)
-            # narrow heads: a whole tile has half the bytes, so there are two programs
-            per_sm = 1 if 2 * block_n * dim * element_bytes > LARGE_BLOCK_BYTES // 2 else 2
-            num_warps = 4 if num_rows == 1 or per_sm == 2 else 8
-        elif num_rows < MANY_ROWS:
-            num_stages, waves = 4, 3
-        else:
-            num_warps = 8
     if block_m > 16:
-        block_n, num_stages = largest_block(tile_tokens, dim, element_bytes), 3
         num_warps = 8 if block_m == largest else 4
-    num_spans = max(1, min(spread(units, device.multiprocessors * per_sm, waves), tile_capacity * num_kv_heads))
-    return DecodePlan(
-        num_spans, block_m, block_n, num_warps, num_stages, device.dependent_launch, device.dependent_launch
-    )
+    elif num_rows > 1 and not (deterministic or element_bytes == 4 or q_len > 1) and device.warp_group_products:
+        num_warps = 8
+    num_spans = max(1, min(spread(units, device.multiprocessors * PER_SM), tile_capacity * num_kv_heads))
+    return DecodePlan(num_spans, block_m, block_n, num_warps, 3)
 
 
-def spread(units: int, resident: int, waves: int) -> int:
-    """Return how many spans units get: a whole number each where that nearly fills the device, else a full device.
+def spread(units: int, resident: int) -> int:
+    """Return how many spans units get: the same number each where that nearly fills the device, else a full device.
 
-    Example: 8 units and room for 132 programs: 16 each, 128; 24 units: 5 each, 120; 100 units: 132.
+    A power of two a unit comes first, since lengths that are one then split without a rest.
+
+    Example: 8 units and room for 264 programs: 32 each, 256; 24 units: 11 each, 264; 100 units: 264.
     """
-    whole = units * max(1, resident // units)
-    if waves == 1 and 0.9 * resident <= whole <= resident:
-        return whole
-    return resident * waves
+    each = max(1, resident // units)
+    for count in (1 << (each.bit_length() - 1), each):
+        if 0.9 * resident <= units * count <= resident:
+            return units * count
+    return resident
 
 
 def plan_spans(
@@ -383,7 +343,6 @@ def decode_splits(
     num_kv_heads, v_dim = v_pool.shape[1:]
     group = num_q_heads // num_kv_heads
     packed, capacity = q_len * group, tables.tile_table.shape[0]
-    element_bytes = k_pool.element_size()
     wanted = num_spans if num_spans is not None or plan is None else plan.num_spans
     if plan is None:
         plan = decode_launch_plan(
@@ -391,7 +350,7 @@ def decode_splits(
             num_kv_heads,
             packed,
             max(head_dim, v_dim),
-            element_bytes,
+            k_pool.element_size(),
             capacity,
             device_limits(q.device),
             q_len=q_len,
@@ -409,7 +368,6 @@ def decode_splits(
     partial_out, partial_lse2 = workspace.take(partials, packed, v_dim)
     q = q if q.stride(2) == 1 else q.contiguous()
     block_d, block_dv = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(v_dim))
-    line = 128 // element_bytes
     if num_rows:
         tensors = (q, k_pool, v_pool, tables.tile_table, schedule.entries, q_positions, partial_out, partial_lse2)
         score_scale = scale / softcap if softcap else scale * LOG2_E
@@ -429,8 +387,6 @@ def decode_splits(
             window,
             softcap != 0.0,
             plan.num_stages,
-            line if plan.fetch and min(block_d, block_dv) >= line else 0,
-            plan.dependent,
         )
         launch(
             launcher,
@@ -452,7 +408,6 @@ def decode_splits(
         schedule.num_spans,
         split_tiles,
         schedule.ranges,
-        plan.dependent and num_rows > 0,
     )
 
 

@@ -15,7 +15,6 @@ class Splits(NamedTuple):
     Attributes:
         num_rows, num_kv_heads, q_len, group_size: of the decode call; B * q_len tokens, Hq = num_kv_heads * group_size.
         num_spans, split_tiles: the schedule that cut the work.
-        dependent: the kernel that made them lets the next launch come onto the device early.
 
     Shapes:
         out: [N, q_len * G, Dv] float32, normalised
@@ -34,7 +33,6 @@ class Splits(NamedTuple):
     num_spans: int = 0
     split_tiles: int = 0
     ranges: Tensor | None = None
-    dependent: bool = False
 
     @classmethod
     def of(cls, partial: Partial) -> Splits:
