@@ -133,6 +133,12 @@ def fold_keys(
     return b_max_new, b_total, b_acc
 
 
+@triton.jit
+def load_some_rows(p_rows, o_n, m_n, o_d, STRIDE: tl.constexpr, D: tl.constexpr):
+    """Return the rows where `m_n`, zeros elsewhere: slots past a tile may hold NaN or lie past the pool."""
+    return tl.load(p_rows + o_n[:, None] * STRIDE + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def prefill_kernel(
     p_q,
@@ -259,17 +265,9 @@ def prefill_kernel(
                 token = tl.load(p_next + 2)
                 m_n = o_edge < left
                 p_keys = p_k + o_slot * K_STRIDE + head * D
-                b_k = tl.load(
-                    p_keys + o_edge[:, None] * K_STRIDE + o_d[None, :],
-                    mask=m_n[:, None] & (o_d < D)[None, :],
-                    other=0.0,
-                )
+                b_k = load_some_rows(p_keys, o_edge, m_n, o_d, K_STRIDE, D)
                 p_values = p_v + o_slot * V_STRIDE + head * DV
-                b_v = tl.load(
-                    p_values + o_edge[:, None] * V_STRIDE + o_dv[None, :],
-                    mask=m_n[:, None] & (o_dv < DV)[None, :],
-                    other=0.0,
-                )
+                b_v = load_some_rows(p_values, o_edge, m_n, o_dv, V_STRIDE, DV)
                 m_seen = o_edge[None, :] < tl.minimum(left, b_limit - start + 1)[:, None]
                 if WINDOW > 0:
                     m_seen &= o_edge[None, :] > (b_limit - WINDOW - start)[:, None]
