@@ -32,4 +32,5 @@ done
 if ! { command -v nvidia-smi >/dev/null && "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; }; then
     marks="$marks and not gpu"
 fi
-exec "$python" -m pytest -m "$marks" "${rest[@]+"${rest[@]}"}"
+# two processes, whole files each: the tests of one file share what it took long to make
+exec "$python" -m pytest -n "${DISTDEC_TEST_WORKERS:-2}" --dist loadfile -m "$marks" "${rest[@]+"${rest[@]}"}"

@@ -210,7 +210,7 @@ def test_a_given_python_runs_the_tests_with_the_checkout_on_its_path(checkout):
 )
 def test_the_test_command_leaves_out_what_cannot_run(ready, arguments, gpus, expected):
     assert ready.script("scripts/test.sh", *arguments, gpus=gpus).returncode == 0
-    assert ready.calls("-m pytest") == [f"-m pytest {expected}"]
+    assert ready.calls("-m pytest") == [f"-m pytest -n 2 --dist loadfile {expected}"]
     assert ready.environment_of_last().startswith("OMP_NUM_THREADS=1 ")
     assert ready.script("scripts/test.sh", FAIL="-m pytest").returncode == 1
 
