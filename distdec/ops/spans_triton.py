@@ -97,8 +97,9 @@ def derive_spans_kernel(
         while at < stop:
             row = tl.sum((b_base <= at // HKV).to(tl.int32), 0) - 1
             begin = tl.load(p_ranges + 2 * row)
-            num_tiles = tl.load(p_ranges + 2 * row + 1) - begin
+            # not from the ranges: the walk ends whatever they hold, since a row that covers `at` has tiles here
             before = tl.load(p_cum + row)
+            num_tiles = tl.load(p_cum + row + 1) - before
             if SPLIT > 0:
                 offset = at - (before // SPLIT + row) * HKV
                 pieces = tl.maximum((num_tiles + SPLIT - 1) // SPLIT, 1)
