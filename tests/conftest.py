@@ -17,7 +17,7 @@ from harness import RankPool  # noqa: E402
 
 @pytest.fixture(scope="session")
 def rank_pool():
-    """The one pool of worker processes of this session."""
+    """The one pool of worker processes of a test run."""
     pool = RankPool()
     yield pool
     pool.close()
