@@ -3,7 +3,7 @@
     python scripts/check_parity.py FOLDER --ranks 1 2 3 --merge all_reduce all_gather --tokens 64 --prompt "Once upon"
     python scripts/check_parity.py --matrix --output docs/benchmarks/parity.jsonl     # SmolLM2, 1-4 ranks, 4 modes
 
-Every combination of ranks and merge mode is one torchrun of this file, on CPU over gloo unless `--device cuda`. One
+Every number of ranks is one torchrun of this file, on CPU over gloo unless `--device cuda`. One
 JSON line a combination: tokens equal or where they part, the largest difference of the logits after each generated
 token (teacher-forced on the reference's tokens, so one early difference does not hide the rest), and how far apart the
 two likeliest tokens were at the closest step: the margin that rounding has to stay under.
@@ -68,8 +68,7 @@ def main() -> int:
         reference = Path(scratch) / "reference.pt"
         write_reference(args, reference)
         for ranks in args.ranks:
-            for merge in args.merge:
-                record = run_ranks(args, ranks, merge, reference, Path(scratch) / "result.json")
+            for record in run_ranks(args, ranks, reference, Path(scratch) / "result.jsonl"):
                 failed += not record.get("equal", False)
                 print(json.dumps(record), flush=True)
                 if args.output is not None:
@@ -97,8 +96,8 @@ def write_reference(args: argparse.Namespace, path: Path) -> None:
     torch.save(cases, path)
 
 
-def run_ranks(args: argparse.Namespace, ranks: int, merge: str, reference: Path, result: Path) -> dict[str, Any]:
-    """Start one combination under torchrun and return its record."""
+def run_ranks(args: argparse.Namespace, ranks: int, reference: Path, result: Path) -> list[dict[str, Any]]:
+    """Run all merge modes on this many ranks under one torchrun and return a record of each."""
     result.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), __file__]
     command += [
@@ -106,7 +105,7 @@ def run_ranks(args: argparse.Namespace, ranks: int, merge: str, reference: Path,
         "--tp",
         str(args.tp),
         "--merge",
-        merge,
+        *args.merge,
         "--tokens",
         str(args.tokens),
         "--dtype",
@@ -116,22 +115,21 @@ def run_ranks(args: argparse.Namespace, ranks: int, merge: str, reference: Path,
     command += ["--device", args.device, "--backend", args.backend, "--worker", str(reference), str(result)]
     threads = str(max(1, (os.cpu_count() or 1) // ranks))
     environment = {"OMP_NUM_THREADS": threads, **os.environ}
-    started = time.perf_counter()
     done = subprocess.run(command, env=environment, check=False)
-    record = {
+    common = {
         "model": Path(args.folder).name,
         "ranks": ranks,
         "tp": args.tp,
-        "merge": merge,
         "dtype": args.dtype,
         "device": args.device,
         "backend": args.backend,
         "num_prompts": len(args.prompt),
         "num_tokens": args.tokens,
     }
-    if done.returncode or not result.exists():
-        return {**record, "equal": False, "error": f"exit code {done.returncode}"}
-    return {**record, **json.loads(result.read_text()), "wall_s": round(time.perf_counter() - started, 1)}
+    written = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
+    missing = [merge for merge in args.merge if merge not in {record["merge"] for record in written}]
+    written += [{"merge": merge, "equal": False, "error": f"exit code {done.returncode}"} for merge in missing]
+    return [{**common, **record} for record in written]
 
 
 def worker(args: argparse.Namespace) -> int:
@@ -145,24 +143,28 @@ def worker(args: argparse.Namespace) -> int:
     from distdec.runner import Runner
 
     cases = torch.load(args.worker[0], weights_only=True)
-    config = Config(
-        model=ModelConfig(dtype=args.dtype, device=args.device),
-        parallel=ParallelConfig(tp=args.tp, merge=args.merge[0]),
-        cache=CacheConfig(max_tokens=2 * sum(len(case["prompt"]) + args.tokens + 128 for case in cases)),
-        backend=BackendConfig(name=args.backend),
-    )
+    sampling = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
     with Mesh.create(tp=args.tp, device=args.device) as mesh:
-        runner = Runner.load(args.folder, mesh, config)
-        engine = Engine(runner, config.scheduler)
-        sampling = SamplingParams(max_new_tokens=args.tokens, ignore_eos=True)
-        # all prompts in one batch: rows of different lengths, as in use
-        done = engine.generate([(case["prompt"], sampling) for case in cases])
-        forced = None if args.tokens_only else force(engine, cases)
-        if mesh.is_leader:
-            record = compare(cases, [list(one.token_ids) for one in done], forced)
-            record["merge_mode"] = runner.attention.merge.mode
-            Path(args.worker[1]).write_text(json.dumps(record))
-        mesh.barrier()
+        for merge in args.merge:
+            started = time.perf_counter()
+            config = Config(
+                model=ModelConfig(dtype=args.dtype, device=args.device),
+                parallel=ParallelConfig(tp=args.tp, merge=merge),
+                cache=CacheConfig(max_tokens=2 * sum(len(case["prompt"]) + args.tokens + 128 for case in cases)),
+                backend=BackendConfig(name=args.backend),
+            )
+            engine = Engine(Runner.load(args.folder, mesh, config), config.scheduler)
+            # all prompts in one batch: rows of different lengths, as in use
+            done = engine.generate([(case["prompt"], sampling) for case in cases])
+            forced = None if args.tokens_only else force(engine, cases)
+            if mesh.is_leader:
+                record = {"merge": merge, **compare(cases, [list(one.token_ids) for one in done], forced)}
+                record["merge_mode"] = engine.runner.attention.merge.mode
+                record["wall_s"] = round(time.perf_counter() - started, 1)
+                with Path(args.worker[1]).open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+            engine.close()
+            mesh.barrier()
     return 0
 
 
