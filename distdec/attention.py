@@ -45,6 +45,7 @@ class DistributedAttention:
         self.cache = cache
         self.merge = make_merge(merge, mesh) if isinstance(merge, str) else merge
         self.out_dtype = out_dtype
+        self._checked: tuple[Any, ...] = ()
 
     def __call__(
         self,
@@ -83,7 +84,11 @@ class DistributedAttention:
             tokens. Graph-safe. Host sync: none.
         """
         k_pool, v_pool = self.cache.pool.layer(layer)
-        self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
+        shapes = (q.shape, k.shape, v.shape, k_pool.shape, v_pool.shape, batch.num_tokens)
+        # the same in all layers of a step
+        if shapes != self._checked:
+            self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
+            self._checked = shapes
         self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         options = {"scale": scale, "window": window, "softcap": softcap}
@@ -128,9 +133,9 @@ class DistributedAttention:
         out = torch.empty((batch.num_tokens, heads, dim), dtype=out_dtype, device=q.device)
         lse = torch.empty((batch.num_tokens, heads), dtype=torch.float32, device=q.device)
         if batch.decode is not None:
-            some = slice(0, batch.decode.num_tokens)
             splits = self._section(ops.decode_splits, "decode", q, pools, batch, options)
-            ops.finish_splits(splits, out=out[some], lse=lse[some], finish=True, sinks=sinks)
+            mine = (out, lse) if batch.prefill is None else (out[: splits.num_tokens], lse[: splits.num_tokens])
+            ops.finish_splits(splits, out=mine[0], lse=mine[1], finish=True, sinks=sinks)
         if batch.prefill is not None:
             some = slice(batch.prefill.first_token, None)
             partial = self._section(ops.prefill, "prefill", q, pools, batch, options)
@@ -162,17 +167,12 @@ class DistributedAttention:
     ) -> Any:
         """Run one op on the decode rows or the prefill rows."""
         part = batch.decode if name == "decode" else batch.prefill
-        some = slice(part.first_token, part.first_token + part.num_tokens)
+        positions, tables = batch.q_positions, batch.tables(name, options["window"])
+        if part.num_tokens != batch.num_tokens:
+            some = slice(part.first_token, part.first_token + part.num_tokens)
+            q, positions = q[some], positions[some]
         indptr = () if name == "decode" else (part.q_indptr,)
-        return op(
-            q[some],
-            *pools,
-            batch.tables(name, options["window"]),
-            batch.q_positions[some],
-            *indptr,
-            part.max_q_len,
-            **options,
-        )
+        return op(q, *pools, tables, positions, *indptr, part.max_q_len, **options)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, tokens: int) -> None:
         want_k, want_v = (tokens, *k_pool.shape[1:]), (tokens, *v_pool.shape[1:])

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial as bind
 from pathlib import Path
 
 import torch
@@ -90,7 +91,7 @@ class OneShotMerge(Merge):
     def _open(self, map_slabs: Callable[[Mesh, int], list[Tensor]], capacity_bytes: int, first_epoch: int) -> None:
         """Map the slabs, and start with all flags and epochs at `first_epoch`."""
         # imported here: without Triton the refusal above says so
-        from distdec.ops.one_shot_triton import MAX_PROGRAMS_PER_SM, Slab, one_shot
+        from distdec.ops.one_shot_triton import MAX_PROGRAMS_PER_SM, Plans, Slab, one_shot
 
         mesh, on_gpu = self.mesh, self.mesh.device.type == "cuda"
         sms = torch.cuda.get_device_properties(mesh.device).multi_processor_count if on_gpu else 1
@@ -107,7 +108,7 @@ class OneShotMerge(Merge):
         self._slabs = map_slabs(mesh, slab.num_bytes)
         addresses = [memory.data_ptr() for memory in self._slabs] + [self._alarm.data_ptr()]
         self._slab = slab._replace(peers=torch.tensor(addresses, dtype=torch.int64, device=mesh.device))
-        self._kernel = one_shot
+        self._kernel = bind(one_shot, plans=Plans())
         self._slabs[mesh.kvp_rank][slab.flags_offset :].view(torch.int32).fill_(first_epoch)
         # a peer may push as soon as it leaves here, so every rank's flags must have been written before
         if on_gpu:

@@ -146,7 +146,7 @@ def test_a_finishing_combine_is_a_combine_and_a_fold_of_one_rank(with_sinks):
     partial = reference.combine(out, lse2, ranges, 2, 2, 3)
     want, got = ((torch.full((6, 6, 24), 7.0, dtype=torch.float16), torch.full((6, 6), 7.0)) for _ in range(2))
     reference.fold_ranks(partial.out[None], partial.lse[None], out=want[0], lse=want[1], sinks=sinks)
-    options = {"num_spans": 0, "split_tiles": triton.FROM_TABLE, "finish": True, "sinks": sinks}
+    options = {"num_spans": 0, "split_tiles": 0, "from_table": True, "finish": True, "sinks": sinks}
     triton.launch_combine(out, lse2, ranges, 3, 2, 2, 3, out=got[0], lse=got[1], **options)
     assert want[1].isnan().sum() == 2
     torch.testing.assert_close(got[0], want[0], rtol=2e-3, atol=2e-3, equal_nan=True)

@@ -41,10 +41,12 @@ class KVPool:
         if poison:
             self.k.fill_(float("nan"))
             self.v.fill_(float("nan"))
+        # made once: an eager step asks for a layer's views in each layer
+        self._layers = list(zip(self.k.unbind(), self.v.unbind(), strict=True))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer, views of the pool."""
-        return self.k[index], self.v[index]
+        return self._layers[index]
 
     @property
     def bytes(self) -> int:

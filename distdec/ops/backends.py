@@ -111,25 +111,25 @@ def _triton() -> OpsBackend:
     # imported here: the reference runs where Triton is not installed
     from distdec.ops.combine_triton import combine_splits, fold_ranks
     from distdec.ops.decode_triton import TILE_TOKENS, decode, decode_splits, plan_spans
-    from distdec.ops.launch_triton import Launcher
+    from distdec.ops.launch_triton import Plans
     from distdec.ops.prefill_triton import prefill
     from distdec.ops.schedule_triton import derive_tiles
     from distdec.ops.spans_triton import derive_spans
     from distdec.ops.store_kv_triton import store_kv
 
-    launcher = Launcher()
+    plans = Plans()
     return OpsBackend(
         "triton",
-        partial(store_kv, launcher=launcher),
-        partial(decode, launcher=launcher),
+        partial(store_kv, plans=plans),
+        partial(decode, plans=plans),
         prefill,
         derive_tiles,
         TILE_TOKENS,
-        partial(decode_splits, launcher=launcher),
+        partial(decode_splits, plans=plans),
         plan_spans,
         derive_spans,
-        partial(combine_splits, launcher=launcher),
-        fold_ranks,
+        partial(combine_splits, plans=plans),
+        partial(fold_ranks, plans=plans),
     )
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from distdec.ops.launch_triton import Launcher, launch
+from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.partial import Partial
 from distdec.ops.spans_triton import unit_partials
 from distdec.ops.splits import Splits
@@ -195,9 +195,8 @@ def combine(
 ) -> Partial:
     """Join the partials of every unit, their ranges read from a table; see `distdec.ops.combine.combine`."""
     rows = ranges.shape[0] // num_kv_heads
-    return launch_combine(
-        partial_out, partial_lse2, ranges, rows, num_kv_heads, q_len, group_size, num_spans=0, split_tiles=FROM_TABLE
-    )
+    units = (rows, num_kv_heads, q_len, group_size)
+    return launch_combine(partial_out, partial_lse2, ranges, *units, num_spans=0, split_tiles=0, from_table=True)
 
 
 def launch_combine(
@@ -211,24 +210,22 @@ def launch_combine(
     *,
     num_spans: int,
     split_tiles: int,
-    block: int | None = None,
+    from_table: bool = False,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     finish: bool = False,
     sinks: Tensor | None = None,
-    launcher: Launcher | None = None,
+    plans: Plans | None = None,
 ) -> Partial:
     """Launch one program per query token and query head.
 
     Args:
-        ranges: the table of ranges where split_tiles is `FROM_TABLE`, else `cum_tiles`, from which the kernel works
-            them out.
+        ranges: the table of ranges with `from_table`, else `cum_tiles`, from which the kernel works them out.
         num_spans, split_tiles: of the schedule that made the partials.
-        block: partials that a program folds at once; None: `combine_block`.
         out, lse: where to write, out in any floating dtype; None allocates float32.
         finish: turn rows that hold NaN or +inf into NaN throughout, and add the sinks: what a layer on one rank
             hands on.
-        launcher: keeps the compiled kernel for the next call.
+        plans: keeps the launch for the next call of these shapes.
     """
     dim = partial_out.shape[2]
     tokens, heads = num_rows * q_len, num_kv_heads * group_size
@@ -236,62 +233,67 @@ def launch_combine(
         out = torch.empty((tokens, heads, dim), dtype=torch.float32, device=partial_out.device)
     if lse is None:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=partial_out.device)
-    if tokens:
-        block = block or combine_block(num_rows * num_kv_heads, num_spans, split_tiles)
-        block_dv = triton.next_power_of_2(dim)
-        constants = (num_kv_heads, group_size, q_len, dim, block_dv, block, split_tiles, finish)
-        launch(
-            launcher,
+    units = (num_rows, num_kv_heads, q_len, group_size, num_spans, split_tiles, from_table, dim)
+    key = (launch_combine, units, out.dtype, out.device, finish, None if sinks is None else sinks.dtype)
+    plans = Plans() if plans is None else plans
+    launch = plans.get(key)
+    if launch is None:
+        block = combine_block(num_rows * num_kv_heads, num_spans, split_tiles, equal=num_rows == 1)
+        block_dv, kind = triton.next_power_of_2(dim), FROM_TABLE if from_table else split_tiles
+        constants = (num_kv_heads, group_size, q_len, dim, block_dv, block, kind, finish)
+        launch = Launch(
             combine_kernel,
             (tokens * heads, 1),
-            (partial_out, partial_lse2, ranges, out, lse, lse if sinks is None else sinks),
             (num_rows, num_spans),
             (*constants, finish and sinks is not None),
             num_warps=max(1, min(8, block * block_dv // 512)),
         )
+        plans.keep(key, launch)
+    launch(partial_out, partial_lse2, ranges, out, lse, lse if sinks is None else sinks)
     return Partial(out, lse)
 
 
 def combine_splits(splits: Splits, **outputs: Any) -> Partial:
-    """Join what `decode_splits` left; `outputs`: `out`, `lse`, `finish`, `sinks`, `launcher` of `launch_combine`."""
-    block = combine_block(
-        splits.num_rows * splits.num_kv_heads, splits.num_spans, splits.split_tiles, equal=splits.num_rows == 1
-    )
-    table, kind = (splits.cum_tiles, splits.split_tiles) if splits.ranges is None else (splits.ranges, FROM_TABLE)
-    return launch_combine(
-        splits.out,
-        splits.lse,
-        table,
-        *splits[3:7],
-        num_spans=splits.num_spans,
-        split_tiles=kind,
-        block=block,
-        **outputs,
-    )
+    """Join what `decode_splits` left; `outputs`: `out`, `lse`, `finish`, `sinks`, `plans` of `launch_combine`."""
+    out, lse, cum_tiles, num_rows, num_kv_heads, q_len, group_size, num_spans, split_tiles, ranges = splits
+    from_table = ranges is not None
+    table, units = ranges if from_table else cum_tiles, (num_rows, num_kv_heads, q_len, group_size)
+    cut = {"num_spans": num_spans, "split_tiles": split_tiles, "from_table": from_table}
+    return launch_combine(out, lse, table, *units, **cut, **outputs)
 
 
-def fold_ranks(outs: Tensor, lses: Tensor, *, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
-    """Fold the partials of all ranks in rank order and finish them; see `distdec.ops.combine.fold_ranks`."""
-    num_ranks, tokens, heads, dim = outs.shape
-    if outs[0].numel() and not (outs[0].is_contiguous() and lses[0].is_contiguous()):
-        raise ValueError(f"expected dense rows of each rank, got strides {outs.stride()} and {lses.stride()}")
-    if tokens * heads:
+def fold_ranks(
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+    plans: Plans | None = None,
+) -> None:
+    """Fold the partials of all ranks in rank order and finish them; see `distdec.ops.combine.fold_ranks`.
+
+    Args:
+        plans: keeps the launch for the next call of these shapes.
+    """
+    strides = (outs.stride(), lses.stride())
+    key = (fold_ranks, outs.shape, strides, outs.dtype, out.dtype, out.device, None if sinks is None else sinks.dtype)
+    plans = Plans() if plans is None else plans
+    launch = plans.get(key)
+    if launch is None:
+        if outs[0].numel() and not (outs[0].is_contiguous() and lses[0].is_contiguous()):
+            raise ValueError(f"expected dense rows of each rank, got strides {strides[0]} and {strides[1]}")
+        num_ranks, tokens, heads, dim = outs.shape
         block_dv = triton.next_power_of_2(dim)
-        fold_ranks_kernel[(tokens * heads,)](
-            outs,
-            lses,
-            out,
-            lse,
-            lse if sinks is None else sinks,
-            outs.stride(0),
-            lses.stride(0),
-            num_ranks,
-            heads,
-            dim,
-            block_dv,
-            sinks is not None,
+        launch = Launch(
+            fold_ranks_kernel,
+            (tokens * heads,),
+            (outs.stride(0), lses.stride(0)),
+            (num_ranks, heads, dim, block_dv, sinks is not None),
             num_warps=1 if block_dv <= 128 else 2,
         )
+        plans.keep(key, launch)
+    launch(outs, lses, out, lse, lse if sinks is None else sinks)
 
 
 def combine_block(num_units: int, num_spans: int, split_tiles: int, *, equal: bool = False) -> int:

@@ -17,8 +17,9 @@ from torch import Tensor
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.combine_triton import LOWEST, combine_splits
 from distdec.ops.decode import check_attention, check_decode
-from distdec.ops.launch_triton import Launcher, launch
+from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.partial import Partial
+from distdec.ops.spans import max_partials
 from distdec.ops.spans_triton import with_schedule
 from distdec.ops.splits import Splits
 from distdec.ops.tables import KVTables, Schedule
@@ -319,7 +320,7 @@ def decode_splits(
     split_tiles: int = 0,
     tile_tokens: int = TILE_TOKENS,
     plan: DecodePlan | None = None,
-    launcher: Launcher | None = None,
+    plans: Plans | None = None,
 ) -> Splits:
     """Attend as `decode` does, but leave the partials in the workspace, for a merge that joins them itself.
 
@@ -330,12 +331,69 @@ def decode_splits(
         split_tiles: above 0, cut every row at multiples of so many tiles (deterministic schedule).
         tile_tokens: tokens of a full tile in `tables`.
         plan: launch parameters in place of the chosen ones.
-        launcher: keeps the compiled kernel for the next call.
+        plans: keeps what is derived from these shapes for the next call.
 
     Notes:
         In-place: none but the workspace. Collective: none. Graph-safe. Host sync: none. One launch, and one before it
         where the tables bring no schedule, or another one. The splits are good until the workspace is used again.
     """
+    if q.stride()[-1:] != (1,):
+        q = q.contiguous()
+    tile_table, tile_ranges, _, schedule = tables
+    key = (
+        decode_splits,
+        (q.shape, q.stride(), q.dtype, q.device, q_positions.shape, q_positions.dtype),
+        (q_len, scale, window, softcap),
+        (k_pool.shape, k_pool.stride(), k_pool.dtype, v_pool.shape, v_pool.stride(), v_pool.dtype),
+        (tile_table.shape, tile_ranges.shape, None if schedule is None else (*schedule[2:], schedule.entries.shape)),
+        (num_spans, split_tiles, tile_tokens, plan),
+    )
+    plans = Plans() if plans is None else plans
+    call = plans.get(key)
+    if call is None:
+        options = (scale, window, softcap, num_spans, split_tiles, tile_tokens, plan)
+        call = plans.keep(key, _prepare(q, k_pool, v_pool, tables, q_positions, q_len, *options))
+    if call.new_schedule is not None:
+        tables = with_schedule(tables, *call.new_schedule)
+        schedule = tables.schedule
+    assert schedule is not None
+    if workspace is None:
+        out = torch.empty(call.out_shape, dtype=torch.float32, device=q.device)
+        lse2 = torch.empty(call.out_shape[:2], dtype=torch.float32, device=q.device)
+    else:
+        out, lse2 = workspace.take(*call.out_shape)
+    call.launch(q, k_pool, v_pool, tile_table, schedule.entries, q_positions, out, lse2)
+    return Splits(out, lse2, tables.cum_tiles, *call.units, schedule.ranges)
+
+
+class _Prepared(NamedTuple):
+    """What a decode call derives from shapes.
+
+    `new_schedule`: heads, spans, split of the schedule that the tables do not bring; `units`: the integers of `Splits`.
+    """
+
+    launch: Launch
+    new_schedule: tuple[int, int, int] | None
+    out_shape: tuple[int, int, int]
+    units: tuple[int, ...]
+
+
+def _prepare(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    tables: KVTables,
+    q_positions: Tensor,
+    q_len: int,
+    scale: float,
+    window: int,
+    softcap: float,
+    num_spans: int | None,
+    split_tiles: int,
+    tile_tokens: int,
+    plan: DecodePlan | None,
+) -> _Prepared:
+    """Check the shapes of a decode call and make its launch ready."""
     check_attention(q, k_pool, v_pool)
     check_decode(q, tables, q_positions, q_len)
     check_pools(k_pool, v_pool)
@@ -357,28 +415,26 @@ def decode_splits(
             tile_tokens=tile_tokens,
             deterministic=split_tiles > 0,
         )
-    schedule = scheduled(tables, num_kv_heads, wanted, split_tiles)
+    schedule, new_schedule = scheduled(tables, num_kv_heads, wanted, split_tiles), None
+    spans = plan.num_spans if wanted is None else wanted
     if schedule is None:
-        tables = with_schedule(tables, num_kv_heads, plan.num_spans if wanted is None else wanted, split_tiles)
-        schedule = tables.schedule
-        assert schedule is not None
-    partials = schedule.entries.shape[0] - schedule.num_spans
-    if workspace is None:
-        workspace = DecodeWorkspace.for_partials(partials, packed, v_dim, q.device)
-    partial_out, partial_lse2 = workspace.take(partials, packed, v_dim)
-    q = q if q.stride(2) == 1 else q.contiguous()
-    block_d, block_dv = max(16, triton.next_power_of_2(head_dim)), max(16, triton.next_power_of_2(v_dim))
-    if num_rows:
-        tensors = (q, k_pool, v_pool, tables.tile_table, schedule.entries, q_positions, partial_out, partial_lse2)
-        score_scale = scale / softcap if softcap else scale * LOG2_E
-        constants = (
+        new_schedule = (num_kv_heads, spans, split_tiles)
+        partials = max_partials(spans, num_rows, num_kv_heads, capacity, split_tiles)
+    else:
+        spans = schedule.num_spans
+        partials = schedule.entries.shape[0] - spans
+    launch = Launch(
+        decode_kernel,
+        (spans if num_rows else 0, triton.cdiv(packed, plan.block_m)),
+        (float(scale / softcap if softcap else scale * LOG2_E), softcap * LOG2_E, q.stride(0), q.stride(1)),
+        (
             num_kv_heads,
             group,
             q_len,
             head_dim,
             v_dim,
-            block_d,
-            block_dv,
+            max(16, triton.next_power_of_2(head_dim)),
+            max(16, triton.next_power_of_2(v_dim)),
             k_pool.stride(0),
             v_pool.stride(0),
             plan.block_m,
@@ -387,28 +443,11 @@ def decode_splits(
             window,
             softcap != 0.0,
             plan.num_stages,
-        )
-        launch(
-            launcher,
-            decode_kernel,
-            (schedule.num_spans, triton.cdiv(packed, plan.block_m)),
-            tensors,
-            (float(score_scale), softcap * LOG2_E, q.stride(0), q.stride(1)),
-            constants,
-            num_warps=plan.num_warps,
-        )
-    return Splits(
-        partial_out,
-        partial_lse2,
-        tables.cum_tiles,
-        num_rows,
-        num_kv_heads,
-        q_len,
-        group,
-        schedule.num_spans,
-        split_tiles,
-        schedule.ranges,
+        ),
+        num_warps=plan.num_warps,
     )
+    units = (num_rows, num_kv_heads, q_len, group, spans, split_tiles)
+    return _Prepared(launch, new_schedule, (partials, packed, v_dim), units)
 
 
 def decode(
@@ -430,4 +469,4 @@ def decode(
         tables bring no schedule.
     """
     splits = decode_splits(q, k_pool, v_pool, tables, q_positions, q_len, **options)
-    return combine_splits(splits, launcher=options.get("launcher"))
+    return combine_splits(splits, plans=options.get("plans"))

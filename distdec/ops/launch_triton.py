@@ -1,54 +1,74 @@
-"""Launch a kernel again without having Triton look at every argument again: 30 arguments cost it some 20 us a call."""
+"""Prepare a launch once and repeat it: Triton looks at 30 arguments again in every call, for some 20 us of the host.
 
-from collections.abc import Sequence
+An op derives grid, constants and what it checks from shapes alone. It keeps the outcome under those shapes in the
+`Plans` of its backend object, so that the other layers of a step, and later steps of the same shapes, only look it up.
+"""
+
+from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
 
+MAX_PLANS = 512
+"""Shapes that are kept: a few dozen for each number of rows, so that a server that has seen more starts again."""
 
-class Launcher:
-    """Compiled kernels by what they were specialised on; one object for each backend object.
+
+class Launch:
+    """One kernel with everything bound that its tensors' addresses do not change.
 
     Triton compiles a kernel for the dtypes of its pointers, whether they are aligned to 16 bytes, the values of its
-    constants, and some properties of its integers. The key holds all of that, integers and floats by value.
+    constants, and some properties of its integers. All but the alignment is fixed here: whoever keeps a launch must
+    use it for tensors of the same dtypes, on the same device, alone.
+
+    Args:
+        kernel: the Triton kernel; its tensors come first.
+        grid: programs along each axis; nothing is launched where one is 0.
+        numbers: integers and floats that follow the tensors.
+        constants: the `constexpr` arguments, which come last.
+        options: of the compiler, `num_warps` among them.
     """
 
-    def __init__(self) -> None:
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+    __slots__ = ("_again", "_constants", "_grid", "_kernel", "_numbers", "_options")
 
-    def __call__(
+    def __init__(
         self,
         kernel: Any,
-        grid: tuple[int, int],
-        tensors: Sequence[Tensor],
+        grid: tuple[int, ...],
         numbers: tuple[int | float, ...],
-        constants: tuple[int | bool, ...],
+        constants: tuple[Any, ...],
         **options: int | bool,
     ) -> None:
-        """Launch `kernel[grid](*tensors, *numbers, *constants, **options)`."""
-        seen = tuple((t.dtype, t.data_ptr() % 16 == 0) for t in tensors)
-        key = (id(kernel), tensors[0].device, seen, numbers, constants, *options.items())
-        compiled = self._compiled.get(key)
-        if compiled is not None:
-            compiled[(grid[0], grid[1], 1)](*tensors, *numbers, *constants)
-            return
-        compiled = kernel[grid](*tensors, *numbers, *constants, **options)
-        # the interpreter has nothing to keep
-        if compiled is not None:
-            self._compiled[key] = compiled
+        self._kernel, self._grid, self._options = kernel, (*grid, 1, 1)[:3], options
+        self._numbers, self._constants = numbers, constants
+        self._again: dict[Any, Any] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch `kernel[grid](*tensors, *numbers, *constants, **options)`.
+
+        Notes:
+            From the second launch on, addresses alone are handed over: nothing looks whether they are the device's.
+        """
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        joined = 0
+        for address in addresses:
+            joined |= address
+        alignment = None if joined & 15 == 0 else tuple([address & 15 == 0 for address in addresses])
+        again = self._again.get(alignment)
+        if again is not None:
+            again(*addresses, *self._numbers, *self._constants)
+        elif 0 not in self._grid:
+            compiled = self._kernel[self._grid](*tensors, *self._numbers, *self._constants, **self._options)
+            # the interpreter has nothing to keep
+            if compiled is not None:
+                self._again[alignment] = compiled[self._grid]
 
 
-def launch(
-    launcher: Launcher | None,
-    kernel: Any,
-    grid: tuple[int, int],
-    tensors: Sequence[Tensor],
-    numbers: tuple[int | float, ...],
-    constants: tuple[int | bool, ...],
-    **options: int | bool,
-) -> None:
-    """Launch through a launcher, or as Triton does where there is none."""
-    if launcher is None:
-        kernel[grid](*tensors, *numbers, *constants, **options)
-    else:
-        launcher(kernel, grid, tensors, numbers, constants, **options)
+class Plans(dict[Hashable, Any]):
+    """What ops have prepared, by the shapes that it was derived from; one object for each backend object."""
+
+    def keep(self, key: Hashable, plan: Any) -> Any:
+        """Keep a plan and return it."""
+        if len(self) >= MAX_PLANS:
+            self.clear()
+        self[key] = plan
+        return plan

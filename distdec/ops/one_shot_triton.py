@@ -54,6 +54,7 @@ from distdec.ops.combine_triton import (
     fold_partials,
     unit_range,
 )
+from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.splits import Splits
 
 MAX_PROGRAMS_PER_SM = 4
@@ -300,6 +301,7 @@ def one_shot(
     sinks: Tensor | None = None,
     push: bool = True,
     merge: bool = True,
+    plans: Plans | None = None,
 ) -> None:
     """Launch the kernel: one launch, whatever the sizes.
 
@@ -310,6 +312,7 @@ def one_shot(
         spin_limit: polls of flags by one program before ranks count as lost.
         columns: width of every rank's share of the flattened Hq x Dv columns; 0: every rank gets all of them.
         push, merge: both; apart only where all ranks are simulated in one process.
+        plans: keeps the launch for the next call of these shapes.
 
     Shapes:
         out: [T, Hq * Dv] or [T, own columns], unit stride along the columns; lse: [T, Hq] float32, natural log
@@ -321,6 +324,29 @@ def one_shot(
     Notes:
         In-place: writes out, lse, the slabs. Collective: the ranks of the slab. Graph-safe. Host sync: none.
     """
+    partial_out, partial_lse, cum_tiles, *units, ranges = splits
+    how = (payload, spin_limit, columns, push, merge, None if sinks is None else sinks.dtype)
+    key = (one_shot, slab[2:], *units, cum_tiles is None, ranges is None, partial_out.shape[-1], out.dtype, how)
+    plans = Plans() if plans is None else plans
+    launch = plans.get(key)
+    if launch is None:
+        launch = plans.keep(key, _prepare(slab, splits, out.stride(0), *how))
+    table = partial_lse if cum_tiles is None else cum_tiles if ranges is None else ranges
+    launch(partial_out, partial_lse, table, out, lse, lse if sinks is None else sinks, slab.peers, slab.state)
+
+
+def _prepare(
+    slab: Slab,
+    splits: Splits,
+    out_stride: int,
+    payload: torch.dtype,
+    spin_limit: int,
+    columns: int,
+    push: bool,
+    merge: bool,
+    sinks_dtype: torch.dtype | None,
+) -> Launch:
+    """Check that the rows fit the slab and make the launch ready."""
     dim, size = splits.head_dim, payload.itemsize
     num_items = splits.num_tokens * splits.num_q_heads
     if num_items > slab.max_items(dim, size):
@@ -328,43 +354,31 @@ def one_shot(
             f"{splits.num_tokens} tokens of {splits.num_q_heads} heads of {dim} do not fit the slab: "
             f"{num_items} rows, {slab.max_items(dim, size)} at most"
         )
-    if num_items == 0:
-        return
-    joined = splits.cum_tiles is None
-    table, kind = (splits.cum_tiles, splits.split_tiles) if splits.ranges is None else (splits.ranges, FROM_TABLE)
+    kind = splits.split_tiles if splits.ranges is None else FROM_TABLE
     block_d = triton.next_power_of_2(dim)
-    one_shot_kernel[(min(num_items, slab.channels),)](
-        splits.out,
-        splits.lse,
-        splits.lse if joined else table,
-        out,
-        lse,
-        lse if sinks is None else sinks,
-        slab.peers,
-        slab.state,
-        num_items,
-        splits.num_rows,
-        splits.num_spans,
-        slab.rank,
-        out.stride(0),
-        spin_limit,
-        slab.num_ranks,
-        slab.channels,
-        slab.capacity,
-        slot_bytes(dim, size),
-        tl.float32 if payload == torch.float32 else tl.bfloat16,
-        splits.q_len,
-        splits.num_kv_heads,
-        splits.group_size,
-        dim,
-        block_d,
-        triton.next_power_of_2(slab.num_ranks),
-        splits_at_once(splits, block_d),
-        JOINED.value if joined else kind,
-        columns,
-        sinks is not None,
-        push,
-        merge,
+    return Launch(
+        one_shot_kernel,
+        (min(num_items, slab.channels),),
+        (num_items, splits.num_rows, splits.num_spans, slab.rank, out_stride, spin_limit),
+        (
+            slab.num_ranks,
+            slab.channels,
+            slab.capacity,
+            slot_bytes(dim, size),
+            tl.float32 if payload == torch.float32 else tl.bfloat16,
+            splits.q_len,
+            splits.num_kv_heads,
+            splits.group_size,
+            dim,
+            block_d,
+            triton.next_power_of_2(slab.num_ranks),
+            splits_at_once(splits, block_d) if num_items else 1,
+            JOINED.value if splits.cum_tiles is None else kind,
+            columns,
+            sinks_dtype is not None,
+            push,
+            merge,
+        ),
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,
     )

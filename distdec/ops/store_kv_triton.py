@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from distdec.ops.launch_triton import Launcher, launch
+from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.store_kv import check_store
 
 BLOCK_ELEMENTS = 4096
@@ -47,28 +47,38 @@ def store_kv_kernel(
 
 
 def store_kv(
-    k: Tensor,
-    v: Tensor,
-    slot_mapping: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    *,
-    launcher: Launcher | None = None,
+    k: Tensor, v: Tensor, slot_mapping: Tensor, k_pool: Tensor, v_pool: Tensor, *, plans: Plans | None = None
 ) -> None:
-    """Write token t's key and value to slot `slot_mapping[t]`, -1 for none; see `distdec.ops.store_kv.store_kv`."""
+    """Write token t's key and value to slot `slot_mapping[t]`, -1 for none; see `distdec.ops.store_kv.store_kv`.
+
+    Args:
+        plans: keeps the launch for the next call of these shapes.
+    """
+    if k.stride()[-1:] != (1,):
+        k = k.contiguous()
+    if v.stride()[-1:] != (1,):
+        v = v.contiguous()
+    key = (
+        store_kv,
+        (k.shape, k.stride(), k.dtype, k.device, v.shape, v.stride(), v.dtype),
+        (slot_mapping.shape, slot_mapping.dtype),
+        (k_pool.shape, k_pool.stride(), k_pool.dtype, v_pool.shape, v_pool.stride(), v_pool.dtype),
+    )
+    plans = Plans() if plans is None else plans
+    launch = plans.get(key)
+    if launch is None:
+        launch = plans.keep(key, _prepare(k, v, slot_mapping, k_pool, v_pool))
+    launch(k, v, slot_mapping, k_pool, v_pool)
+
+
+def _prepare(k: Tensor, v: Tensor, slot_mapping: Tensor, k_pool: Tensor, v_pool: Tensor) -> Launch:
     check_store(k, v, slot_mapping, k_pool, v_pool)
     tokens, heads, dim = k.shape
-    if tokens == 0:
-        return
-    k = k if k.stride(2) == 1 else k.contiguous()
-    v = v if v.stride(2) == 1 else v.contiguous()
     block_d, block_dv = triton.next_power_of_2(dim), triton.next_power_of_2(v.shape[2])
     block_h = min(triton.next_power_of_2(heads), max(1, BLOCK_ELEMENTS // max(block_d, block_dv)))
-    launch(
-        launcher,
+    return Launch(
         store_kv_kernel,
         (tokens, triton.cdiv(heads, block_h)),
-        (k, v, slot_mapping, k_pool, v_pool),
         (k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
         (k_pool.stride(0), v_pool.stride(0), heads, dim, v.shape[2], block_h, block_d, block_dv),
         num_warps=4,
