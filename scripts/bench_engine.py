@@ -1,263 +1,252 @@
-"""The engine under load: time to first token, between tokens, throughput, host time of a step, use of the KV cache.
+"""Whole steps of the engine: decode against its roofline, prompts, long prompts beside decode rows, prefix hits.
 
-    torchrun --nproc-per-node 2 scripts/bench_engine.py --model llama-3-8b --sections poisson --rate 4 --out out/e.jsonl
-    python3 scripts/bench_engine.py --model llama-3-8b --sections long --long-len 131072 --num-prompts 16 --deadline 50
-    torchrun --nproc-per-node 2 scripts/bench_engine.py --sections fixed --num-prompts 1 --input-len 1000000 \\
-        --fill random
+    python3 scripts/bench_engine.py --sections tpot,host,prefill,prefix,generate,batch64 --out out/engine.jsonl
+    torchrun --nproc-per-node 2 scripts/bench_engine.py --sections tpot,itl,prefill --out out/engine2.jsonl
+    torchrun --nproc-per-node 4 scripts/bench_engine.py --sections tpot --layouts kvp4,kvp2tp2 --contexts 1048576
 
-Sections are workloads (bench_workloads.py). Names of figures are those of vLLM's serving benchmark. Weights and tokens
-are random, so a request always runs to its length; `--fill random` fills the cache with random keys and values instead
-of a prefill, and the record says so. Arrivals are in real time, decided by rank 0.
+Sections: tpot (one row: time per output token over the time its bytes take at the read ceiling of this run), host (what
+the host does in a step), prefill (one long prompt), prefix (a prompt that shares most of an earlier one), itl (decode
+rows while a long prompt is prefilled), generate (transformers' own generate, same weights; bench_generate.py), batch64
+(throughput, with split-KV and without); not by default: sweep (slice and prompts under way, against TTFT and ITL).
+
+Weights are random. Where a record's `fill` is random, decode rows start on random keys and values instead of a prefill.
+All sections of a layout share one model, one cache and its captured steps. Times are the host's, from the end of a step
+to the end of the next, the maximum over the ranks. Arrivals over time are in bench_load.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
-import time
 from collections.abc import Callable
-from typing import Any
 
+import benchlib
 import numpy as np
-import torch
-from bench_model import MODELS, build, layouts
-from bench_run import Bench, open_mesh, parse, run_sections
-from bench_workloads import WORKLOADS, Arrival
+from bench_generate import generate
+from bench_host import HostClock
+from bench_model import MODELS, layouts
+from bench_prompts import itl, itl_tokens, prefill, prefix, sweep
+from bench_run import Bench, open_mesh, parse
+from bench_session import WARM_UP, Layout, Need, Session, drive, gaps, timing_fields, unsplit
 
-from distdec.capacity import tokens_needed
-from distdec.config import BackendConfig, CacheConfig, Config, SchedulerConfig
-from distdec.engine import Engine
-from distdec.mesh import Mesh
-from distdec.request import Request, SamplingParams
-from distdec.runner import Runner
-
-PHASES = {"_agree": "plan_agree", "_reserve": "reserve_fill", "_sample": "sample", "_commit": "commit"}
+from distdec.engine import StepResult
 
 
-class HostClock:
-    """Note how long the host is in each phase of a step, the model's launch among them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.samples: dict[str, list[float]] = {}
-        self._step: dict[str, float] = {}
-        for method, name in PHASES.items():
-            self._watch(engine, method, name)
-        self._watch(engine.runner, "run", "launch")
-
-    def _watch(self, owner: Any, method: str, name: str) -> None:
-        inner: Callable[..., Any] = getattr(owner, method)
-
-        def timed(*args: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return inner(*args)
-            finally:
-                self._step[name] = 1e6 * (time.perf_counter() - start)
-
-        setattr(owner, method, timed)
-
-    def end_step(self, counts: bool) -> None:
-        """End a step; keep its times if it counts."""
-        if counts:
-            for name, value in self._step.items():
-                self.samples.setdefault(name, []).append(value)
-        self._step = {}
-
-    def medians(self) -> dict[str, float]:
-        """Return each phase's median in microseconds, over the steps that count."""
-        return {name: round(float(np.median(values)), 1) for name, values in sorted(self.samples.items())}
+def tpot(session: Session) -> None:
+    """One row at each context, over the roofline of its bytes."""
+    args = session.args
+    for context in args.contexts:
+        config = session.describe(context=context, batch=1, fill="random")
+        with session.bench.point("tpot", config, "decode step") as go:
+            if go:
+                times, kv_bytes = decode_rows(session, [context], args.steps)
+                weights, (ceiling_us, ceiling_bytes) = session.weight_bytes(), session.read_ceiling()
+                rate = ceiling_bytes / ceiling_us / 1e6
+                [floor_ms] = session.bench.maximum([1e-9 * (weights + kv_bytes) / rate])
+                fields = timing_fields(times)
+                fields |= {"weight_bytes": weights, "kv_bytes": kv_bytes, "ceiling_tb_s": round(rate, 4)}
+                fields |= {"floor_ms": round(floor_ms, 4), "mean_ms": round(float(np.mean(times)), 4)}
+                ratio = round(fields["median_us"] / 1e3 / floor_ms, 4)
+                session.record("tpot", "decode step", config, **fields, baseline="roofline", time_over_baseline=ratio)
 
 
-class Load:
-    """One run of a workload on every rank; rank 0 takes the times."""
+def decode_rows(session: Session, contexts: list[int], steps: int) -> tuple[list[float], int]:
+    """Decode rows that end at `contexts`; returns each step's ms and this rank's KV bytes of a step, warm-up left out.
 
-    def __init__(self, engine: Engine, arrivals: list[Arrival], fill: str) -> None:
-        self.engine, self.arrivals, self.fill = engine, arrivals, fill
-        self.clock = HostClock(engine)
-        self.arrived: dict[int, float] = {}
-        self.times: dict[int, list[float]] = {}
-        self.kv_use = 0.0
-        self.decode_steps = self.steps = 0
+    A row of context 8192 and 64 steps that count behind 8 that warm up starts at 8120.
+    """
+    new = WARM_UP + steps + 1
+    engine = session.engine()
+    ids = session.start_rows(engine, [max(1, context - new + 1) for context in contexts], new)
+    held: list[int] = []
 
-    def run(self) -> None:
-        """Send the requests and step until all have ended."""
-        engine, waiting = self.engine, list(self.arrivals)
-        if self.fill == "random":
-            self._fill(waiting)
-            waiting = []
-        start = time.perf_counter()
-        while True:
-            if engine.mesh.is_leader:
-                waiting = self._send(waiting, start)
-            result = engine.step()
-            now = time.perf_counter()
-            self.clock.end_step(result.plan.decode_only)
-            self.steps += 1
-            self.decode_steps += result.plan.decode_only
-            for event in result.events:
-                if event.token_id is not None:
-                    self.times.setdefault(event.request_id, []).append(now)
-            if self.steps % 16 == 1:
-                stats = engine.cache.kv.stats()
-                self.kv_use = max(self.kv_use, sum(stats.used_frames) / sum(engine.cache.layout.num_frames))
-            if result.done:
-                break
-        self.seconds = time.perf_counter() - start
+    def note(count: int, result: StepResult) -> None:
+        if len(result.plan.rows) == len(ids):
+            held.append(session.kv_bytes())
 
-    def _send(self, waiting: list[Arrival], start: float) -> list[Arrival]:
-        """Add what has arrived; with nothing to do, sleep until something has: the other ranks wait for a plan."""
-        while waiting:
-            left = start + waiting[0].at_s - time.perf_counter()
-            if left > 0:
-                if self.engine.scheduler.has_work:
-                    break
-                time.sleep(left)
-            arrival = waiting.pop(0)
-            self.arrived[self.engine.add(arrival.prompt, _greedy(arrival.new))] = start + arrival.at_s
-        return waiting
-
-    def _fill(self, arrivals: list[Arrival]) -> None:
-        """Start all requests at their last prompt token, over random keys and values."""
-        engine = self.engine
-        for pool in (engine.cache.pool.k, engine.cache.pool.v):
-            for layer in pool:
-                layer.normal_()
-        # the ids that rank 0 will give
-        [first] = engine.mesh.agree([engine._next_id])
-        for i, arrival in enumerate(arrivals):
-            length = len(arrival.prompt) - 1
-            if engine.mesh.is_leader:
-                self.arrived[engine.add(arrival.prompt, _greedy(arrival.new))] = time.perf_counter()
-                state = engine.scheduler.waiting.pop()
-                engine.scheduler.running[first + i] = state
-                state.num_computed = length
-            engine.cache.kv.adopt(first + i)
-            engine.cache.kv.extend(first + i, length)
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures; on rank 0."""
-        tokens = sum(len(times) for times in self.times.values())
-        prompts = sum(len(arrival.prompt) for arrival in self.arrivals)
-        ended = [self.times[i] for i in self.arrived]
-        first = [1e3 * (self.times[i][0] - at) for i, at in self.arrived.items()]
-        later = [1e3 * (times[-1] - times[0]) / (len(times) - 1) for times in ended if len(times) > 1]
-        gaps = [1e3 * gap for times in ended for gap in np.diff(times).tolist()]
-        stats = self.engine.scheduler.stats
-        return {
-            "completed": len(ended),
-            "duration_s": round(self.seconds, 3),
-            "request_throughput": round(len(ended) / self.seconds, 3),
-            "output_throughput": round(tokens / self.seconds, 1),
-            "total_token_throughput": round((tokens + prompts) / self.seconds, 1),
-            **spread("ttft", first),
-            **spread("tpot", later),
-            **spread("itl", gaps),
-            "host_us": self.clock.medians(),
-            "steps": self.steps,
-            "decode_steps": self.decode_steps,
-            "peak_kv_use": round(self.kv_use, 4),
-            "prefix_hit_rate": round(stats.hit_rate, 4),
-            "preemptions": stats.preemptions,
-            "delayed_steps": stats.delayed_steps,
-        }
+    found = gaps(session.bench, drive(engine, note))
+    times = [ms for ms, step in found if step.decode_rows == len(ids)][WARM_UP:]
+    return times, sum(held[WARM_UP + 1 :]) // max(1, len(held) - WARM_UP - 1)
 
 
-def spread(name: str, values: list[float]) -> dict[str, float]:
-    """Return mean, median and 99th percentile in milliseconds under vLLM's names; nothing without values."""
-    if not values:
-        return {}
-    p50, p99 = np.percentile(values, [50, 99]).tolist()
-    parts = {"mean": float(np.mean(values)), "median": p50, "p99": p99}
-    return {f"{part}_{name}_ms": round(value, 3) for part, value in parts.items()}
+def host(session: Session) -> None:
+    """What the host does in a decode step of many rows; `device_wait` is the rest of the step's time."""
+    args = session.args
+    config = session.describe(context=args.row_context, batch=args.host_rows, fill="random")
+    with session.bench.point("host", config, "step") as go:
+        if not go:
+            return
+        new = WARM_UP + args.steps + 1
+        engine = session.engine()
+        clock = HostClock(engine, split_wait=True)
+        session.start_rows(engine, [args.row_context - new] * args.host_rows, new)
+
+        def note(count: int, result: StepResult) -> None:
+            clock.end_step(len(result.plan.rows) == args.host_rows and count > WARM_UP)
+
+        drive(engine, note)
+        clock.stop()
+        # of rank 0, which plans and samples: the others wait for it
+        times = timing_fields([us / 1e3 for us in clock.host_us])
+        session.record("host", "step", config, **times, value={"phases_us": clock.medians()})
 
 
-def _greedy(new: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=new, ignore_eos=True)
-
-
-def measure(bench: Bench, section: str) -> None:
-    """Run one workload in each layout and record it."""
-    args = bench.args
-    name = "tiny" if bench.smoke else args.model
-    dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
-    arrivals = WORKLOADS[section](args, MODELS[name]["vocab_size"])
-    for layout, kvp, tp in layouts(bench, args.layouts):
-        config = {"model": name, "layout": layout, "kvp": kvp, "tp": tp, "dtype": str(dtype).removeprefix("torch.")}
-        keys = ("prefill_slice", "token_budget", "max_rows", "max_pending", "deadline", "graphs", "fill")
-        config |= {key: getattr(args, key) for key in keys} | {"workload": section, "requests": len(arrivals)}
-        config |= {"input_tokens": sum(len(a.prompt) for a in arrivals), "output_tokens": sum(a.new for a in arrivals)}
-        with bench.point(section, config, layout) as go:
+def batch64(session: Session) -> None:
+    """Throughput of many rows, with their keys and values split over programs and with one program a row and head."""
+    args = session.args
+    base = session.describe(context=args.batch_context, batch=args.batch, fill="random")
+    split: float | None = None
+    for name in ("split", "no split"):
+        config = {**base, "split": name == "split"}
+        with session.bench.point("batch64", config, name) as go:
             if not go:
                 continue
-            mesh = Mesh.single(bench.device) if layout == "single" else Mesh.create(kvp, tp, device=bench.device)
-            engine = make_engine(args, name, mesh, dtype, arrivals)
-            try:
-                # backwards, so that no prompt of the workload finds them cached
-                engine.generate([(arrival.prompt[:-40:-1], _greedy(4)) for arrival in arrivals[:3]])
-                engine.scheduler.stats = type(engine.scheduler.stats)()
-                load = Load(engine, arrivals, args.fill)
-                load.run()
-                if mesh.is_leader:
-                    value = {**load.figures(), "merge": engine.runner.attention.merge.mode}
-                    bench.recorder.write(section, layout, config, "derived", value=value)
-            finally:
-                engine.close()
-            if layout != "single":
-                mesh.close()
+            if name == "no split":
+                try:
+                    unsplit(session.runner, session.need)
+                except benchlib.Refused as refused:
+                    session.bench.recorder.write("batch64", name, config, "unavailable", reason=str(refused))
+                    continue
+            times, _ = decode_rows(session, [args.batch_context] * args.batch, args.steps)
+            fields = timing_fields(times)
+            per_s = {"value": {"tokens_per_s": round(1e6 * args.batch / fields["median_us"], 1)}}
+            if split is not None:
+                per_s |= {"baseline": "split", "time_over_baseline": round(fields["median_us"] / split, 4)}
+            split = fields["median_us"]
+            session.record("batch64", name, config, **fields, **per_s)
+    # what comes after it makes its own cache and captures
+    session.drop()
 
 
-def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dtype, arrivals: list[Arrival]) -> Engine:
-    """Build a random model and an engine whose cache holds what the workload needs, or `--kv-tokens`."""
-    requests = [Request(i, tuple(arrival.prompt), _greedy(arrival.new)) for i, arrival in enumerate(arrivals)]
-    config = Config(
-        cache=CacheConfig(prefix_caching=not args.no_prefix_caching),
-        scheduler=SchedulerConfig(
-            prefill_slice=args.prefill_slice,
-            token_budget=args.token_budget,
-            max_rows=args.max_rows,
-            max_pending_prefills=args.max_pending,
-            decode_deadline_ms=args.deadline,
+def whole_chunks(rows: int, length: int, layout: Layout) -> int:
+    """Return the tokens of cache that rows of a length take, in chunks of 1,024 that several ranks fill unevenly."""
+    each = -(-length // 1024) * 1024 + (1024 if layout.kvp > 1 else 0)
+    return rows * each + 2048
+
+
+def needs(section: str, args: argparse.Namespace, layout: Layout) -> Need:
+    """Return what a section asks of the engine."""
+
+    def cache(rows: int, length: int) -> int:
+        return whole_chunks(rows, length, layout)
+
+    beside_rows = cache(args.itl_rows, args.row_context + itl_tokens(args))
+    budget = args.prefill_slice
+    return {
+        "tpot": Need(1, cache(1, max(args.contexts)), budget),
+        "host": Need(args.host_rows, cache(args.host_rows, args.row_context), args.host_rows),
+        "prefill": Need(1, cache(1, args.prompt_len), budget),
+        "prefix": Need(1, cache(2, args.prefix_len), budget),
+        "itl": Need(args.itl_rows + 1, beside_rows + cache(1, args.prompt_len), budget + args.itl_rows),
+        "generate": Need(1, cache(1, args.generate_len + args.steps + 8), budget),
+        "batch64": Need(args.batch, cache(args.batch, args.batch_context), args.batch),
+        "sweep": Need(
+            args.itl_rows + args.sweep_prompts,
+            beside_rows + cache(args.sweep_prompts, args.sweep_len),
+            max(args.slices) * max(args.pending) + args.itl_rows,
         ),
-        backend=BackendConfig(name=args.backend, graphs=args.graphs),
-    )
-    size = args.kv_tokens or tokens_needed(requests, args.max_rows, config.cache.min_chunk) + config.cache.min_chunk
-    model = build(name, mesh, dtype)
-    return Engine(Runner.build(model, mesh, config, size), config.scheduler, eos_ids=())
+    }[section]
+
+
+SECTIONS: dict[str, Callable[[Session], None]] = {
+    "tpot": tpot,
+    "host": host,
+    "prefill": prefill,
+    "prefix": prefix,
+    "itl": itl,
+    "generate": generate,
+    "batch64": batch64,
+    "sweep": sweep,
+}
+
+SMOKE = {
+    "contexts": [40, 90],
+    "steps": 4,
+    "prompt_len": 150,
+    "prefix_len": 96,
+    "generate_len": 70,
+    "row_context": 40,
+    "host_rows": 4,
+    "itl_rows": 3,
+    "batch": 3,
+    "batch_context": 48,
+    "slices": [16, 32],
+    "pending": [1, 2],
+    "sweep_prompts": 2,
+    "sweep_len": 40,
+    "prefill_slice": 32,
+}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this script's arguments."""
+
+    def numbers(text: str) -> list[int]:
+        return [int(part) for part in text.split(",")]
+
+    add = parser.add_argument
+    add("--model", choices=sorted(MODELS), default="llama-3-8b")
+    add("--layouts", default="", help="of single, kvpN, tpN, kvpNtpM; default: all ranks along the sequence")
+    add("--graphs", choices=("auto", "on", "off"), default="auto")
+    add("--merge", default="auto", help="as parallel.merge")
+    add("--option", action="append", default=[], help="section.key=value of the engine's config, may be repeated")
+    add("--steps", type=int, default=64, help="decode steps that count")
+    add("--contexts", type=numbers, default=None, help="tpot; default 8K, 128K and 512K, on several ranks 1M")
+    add("--prefill-slice", type=int, default=2048)
+    add("--prompt-len", type=int, default=131072, help="prefill, itl: tokens of the long prompt")
+    add("--prefix-len", type=int, default=32768)
+    add("--shared", type=float, default=0.9, help="prefix: share of the second prompt that is the first's")
+    add("--generate-len", type=int, default=32768)
+    add("--peers", default="dynamic", help="generate: of dynamic, static (which compiles for minutes)")
+    add("--peer-seconds", type=float, default=200.0, help="generate: most time of one of transformers' runs")
+    add("--row-context", type=int, default=4096, help="host, itl, sweep: tokens of a decode row")
+    add("--host-rows", type=int, default=64)
+    add("--itl-rows", type=int, default=16)
+    add("--deadline", type=float, default=50.0, help="itl: decode deadline in ms; 0: none")
+    add("--batch", type=int, default=64)
+    add("--batch-context", type=int, default=8192)
+    add("--slices", type=numbers, default=[512, 1024, 2048, 4096], help="sweep")
+    add("--pending", type=numbers, default=[1, 4], help="sweep: prompts under way at the same time")
+    add("--sweep-prompts", type=int, default=8)
+    add("--sweep-len", type=int, default=8192)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the sections; see the module's docstring."""
-
-    def more(parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--model", choices=sorted(MODELS), default="llama-3-8b")
-        add("--layouts", default="", help="of single,kvpN,tpN; default all")
-        add("--num-prompts", type=int, default=32)
-        add("--input-len", type=int, default=1024)
-        add("--output-len", type=int, default=128)
-        add("--long-len", type=int, default=131072, help="long: tokens of the one long prompt")
-        add("--shared", type=float, default=0.9, help="prefix: share of the prompt that all have in common")
-        add("--rate", type=float, default=4.0, help="poisson, sharegpt: requests a second")
-        add("--fill", choices=("prefill", "random"), default="prefill")
-        add("--kv-tokens", type=int, default=0, help="tokens of cache; 0: what the workload needs")
-        add("--prefill-slice", type=int, default=2048)
-        add("--token-budget", type=int, default=4096)
-        add("--max-rows", type=int, default=64)
-        add("--max-pending", type=int, default=4, help="prompts under way at the same time")
-        add("--deadline", type=float, default=50.0, help="decode deadline in ms; 0: none")
-        add("--graphs", choices=("auto", "on", "off"), default="auto")
-        add("--no-prefix-caching", action="store_true")
-
-    sections = {name: (lambda bench, name=name: measure(bench, name)) for name in WORKLOADS}
-    args = parse(__doc__ or "", list(sections), argv, more)
+    """Run the sections in each layout; see the module's docstring."""
+    args = parse(__doc__ or "", list(SECTIONS), argv, arguments)
     if args.smoke:
-        args.num_prompts, args.input_len, args.output_len, args.long_len, args.rate = 5, 24, 6, 150, 100.0
-        args.prefill_slice, args.token_budget, args.max_rows = 64, 128, 8
+        vars(args).update(SMOKE)
     mesh = open_mesh(args)
+    args.contexts = args.contexts or ([1 << 20] if mesh.world_size > 1 else [8192, 131072, 524288])
     try:
-        return run_sections(Bench("bench_engine", args, mesh), sections)
+        bench = Bench("bench_engine", args, mesh)
+        wanted = args.layouts or ("single" if mesh.world_size == 1 else f"kvp{mesh.world_size}")
+        for layout in itertools.starmap(Layout, layouts(bench, wanted)):
+            if layout.kvp * layout.tp != mesh.world_size:
+                raise ValueError(f"layout {layout.name} is one rank's; {mesh.world_size} were started")
+            run(bench, layout)
+        bench.recorder.close()
+        return int(bench.recorder.counts["check_failed"] + bench.recorder.counts["error"] > 0)
     finally:
         mesh.close()
+
+
+def run(bench: Bench, layout: Layout) -> None:
+    """Run the sections in one layout."""
+    args, need = bench.args, Need(1, 0, 1)
+    for name in args.sections:
+        need |= needs(name, args, layout)
+    session = Session(bench, layout, need, args)
+    try:
+        for name in args.sections:
+            if bench.mesh.rank == 0:
+                print(f"-- {layout.name} {name}, {bench.budget.left:.0f} s left", flush=True)
+            with bench.point(name, {"layout": layout.name}, "section") as go:
+                if go:
+                    SECTIONS[name](session)
+    finally:
+        session.close()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ import shutil
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,22 +94,40 @@ def sizes(name: str, smoke: bool = False) -> dict[str, Any]:
     return {**MODELS["tiny"], "head_dim": 16, **{key: MODELS[name][key] for key in HEADS}}
 
 
+def model_config(name: str, smoke: bool = False) -> Any:
+    """Return transformers' config of a model of the table; see `sizes`."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**sizes(name, smoke))
+
+
+def random_weight(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a parameter's random values, the same for the same name, shape and kind of device."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if "norm" in name:
+        return out.fill_(1.0)
+    seed = zlib.crc32(name.encode())
+    return out.normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(seed))
+
+
 def build(name: str, mesh: Mesh, dtype: torch.dtype, *, smoke: bool = False) -> torch.nn.Module:
     """Build the model with this rank's part of random weights."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoModelForCausalLM
 
     with init_empty_weights():
-        config = LlamaConfig(**sizes(name, smoke))
+        config = model_config(name, smoke)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="distdec").eval()
     shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
 
     def fetch(param: str, cut: Any) -> torch.Tensor:
-        shape = list(shapes[param])
+        shape, label = list(shapes[param]), param
         if cut is not None:
-            shape[cut.dim] = sum(stop - start for start, stop in cut.ranges)
-        out = torch.empty(shape, dtype=dtype, device=mesh.device)
-        return out.fill_(1.0) if "norm" in param else out.normal_(0.0, 0.02)
+            size = sum(stop - start for start, stop in cut.ranges)
+            # ranks with the same part hold the same values, and the whole is what one rank has
+            label += "" if size == shape[cut.dim] else str(cut.ranges)
+            shape[cut.dim] = size
+        return random_weight(label, shape, dtype, mesh.device)
 
     parallelise(model, mesh, fetch)
     return model.to(mesh.device)

@@ -227,7 +227,7 @@ def parse(
     parser.add_argument("--rounds", type=int, default=15, help="samples per variant")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto", help="ops backend of ours: auto, triton or reference")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to see that the script works")
+    parser.add_argument("--smoke", "--dry-run", action="store_true", help="tiny sizes, to see that the script works")
     for add in more:
         add(parser)
     args = parser.parse_args(argv)

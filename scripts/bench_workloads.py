@@ -47,28 +47,8 @@ def sharegpt(args: argparse.Namespace, vocab_size: int) -> list[Arrival]:
     return arrivals
 
 
-def long(args: argparse.Namespace, vocab_size: int) -> list[Arrival]:
-    """Many short ones, which decode while one long prompt, that comes a little later, is prefilled."""
-    short = fixed(args, vocab_size)
-    late = Arrival(0.05 if args.smoke else 2.0, _prompt(random.Random(SEED + 1), args.long_len, vocab_size), 4)
-    return [*short, late]
-
-
-def prefix(args: argparse.Namespace, vocab_size: int) -> list[Arrival]:
-    """One after the other, all with the same start: from the second on it is cached."""
-    chance = random.Random(SEED)
-    shared = _prompt(chance, round(args.shared * args.input_len), vocab_size)
-    gap = 0.2 if args.smoke else 10.0
-    return [
-        Arrival(gap * i, shared + _prompt(chance, args.input_len - len(shared), vocab_size), args.output_len)
-        for i in range(args.num_prompts)
-    ]
-
-
 WORKLOADS: dict[str, Callable[[argparse.Namespace, int], list[Arrival]]] = {
     "fixed": fixed,
     "poisson": poisson,
     "sharegpt": sharegpt,
-    "long": long,
-    "prefix": prefix,
 }
