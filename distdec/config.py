@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
+from distdec.degrees import validate_layout
 from distdec.request import SamplingParams, _check_float, _check_int, _help
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -81,14 +82,17 @@ class ParallelConfig:
         """Return (kvp, tp) for a world of `world_size` ranks.
 
         Raises:
-            ValueError: kvp x tp is not the world size; the message holds all three numbers.
+            ValueError: kvp x tp is not the world size; the message holds all three numbers, and the legal layouts.
         """
         kvp = self.kvp or max(1, world_size // self.tp)
-        if kvp * self.tp != world_size:
+        try:
+            validate_layout(world_size, kvp, self.tp)
+        except ValueError as fault:
+            wanted = kvp * self.tp
             raise ValueError(
-                f"parallel.kvp={kvp} x parallel.tp={self.tp} = {kvp * self.tp} ranks, but {world_size} were started: "
-                f"start {kvp * self.tp} (torchrun --nproc-per-node {kvp * self.tp}) or set kvp x tp = {world_size}"
-            )
+                f"parallel.kvp={kvp} x parallel.tp={self.tp} = {wanted} ranks, but {world_size} were started: "
+                f"start {wanted} (torchrun --nproc-per-node {wanted}) or set kvp x tp = {world_size}: {fault}"
+            ) from None
         return kvp, self.tp
 
 

@@ -3,18 +3,27 @@
 from collections.abc import Sequence
 
 
-def legal_layouts(num_ranks: int, num_q_heads: int, num_kv_heads: int) -> list[tuple[int, int]]:
+def legal_layouts(
+    num_ranks: int, num_q_heads: int | None = None, num_kv_heads: int | None = None
+) -> list[tuple[int, int]]:
     """List every legal (kvp, tp) of a number of ranks: KV heads go to the tp axis in whole groups, kvp is free.
+
+    Without head counts, every split of the ranks.
 
     Example: 8 ranks, 32 query heads, 2 KV heads -> [(8, 1), (4, 2)].
     """
-    if min(num_ranks, num_q_heads, num_kv_heads) < 1 or num_q_heads % num_kv_heads:
+    splits = [(num_ranks // tp, tp) for tp in range(1, num_ranks + 1) if num_ranks % tp == 0]
+    if num_q_heads is None or num_kv_heads is None:
+        return splits
+    if min(num_q_heads, num_kv_heads) < 1 or num_q_heads % num_kv_heads:
         return []
-    return [(num_ranks // tp, tp) for tp in range(1, num_ranks + 1) if num_ranks % tp == 0 and num_kv_heads % tp == 0]
+    return [(kvp, tp) for kvp, tp in splits if num_kv_heads % tp == 0]
 
 
-def validate_layout(num_ranks: int, kvp: int, tp: int, num_q_heads: int, num_kv_heads: int) -> None:
-    """Check a layout against a model: the only such check, pure and free of process groups.
+def validate_layout(
+    num_ranks: int, kvp: int, tp: int, num_q_heads: int | None = None, num_kv_heads: int | None = None
+) -> None:
+    """Check a layout, against a model where its head counts are known: the only such check, free of process groups.
 
     More ranks than KV heads is the normal case: the surplus goes to the kvp axis.
 
@@ -28,21 +37,23 @@ def validate_layout(num_ranks: int, kvp: int, tp: int, num_q_heads: int, num_kv_
     Raises:
         ValueError: the layout is illegal; the message has every number and the legal layouts.
     """
-    if min(num_ranks, kvp, tp, num_q_heads, num_kv_heads) < 1:
+    numbers = {"ranks": num_ranks, "kvp": kvp, "tp": tp}
+    if num_q_heads is not None and num_kv_heads is not None:
+        numbers |= {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads}
+    fault = None
+    if min(numbers.values()) < 1:
         fault = "every number must be at least 1"
-    elif num_q_heads % num_kv_heads:
+    elif num_q_heads is not None and num_kv_heads is not None and num_q_heads % num_kv_heads:
         fault = f"the query heads do not form whole groups: {num_q_heads} is not a multiple of {num_kv_heads}"
     elif kvp * tp != num_ranks:
         fault = f"kvp x tp = {kvp} x {tp} = {kvp * tp} is not the number of ranks, {num_ranks}"
-    elif num_kv_heads % tp:
+    elif num_kv_heads is not None and num_kv_heads % tp:
         fault = f"tp = {tp} does not divide the {num_kv_heads} KV heads; give the surplus ranks to kvp"
-    else:
+    if fault is None:
         return
     legal = ", ".join(str(pair) for pair in legal_layouts(num_ranks, num_q_heads, num_kv_heads)) or "none"
-    raise ValueError(
-        f"illegal layout: {fault} (ranks={num_ranks}, kvp={kvp}, tp={tp}, num_q_heads={num_q_heads}, "
-        f"num_kv_heads={num_kv_heads}); legal (kvp, tp): {legal}"
-    )
+    told = ", ".join(f"{name}={value}" for name, value in numbers.items())
+    raise ValueError(f"illegal layout: {fault} ({told}); legal (kvp, tp): {legal}")
 
 
 def check_degrees(members: Sequence[int], world_size: int, kvp: int | None, tp: int) -> int:
@@ -54,15 +65,8 @@ def check_degrees(members: Sequence[int], world_size: int, kvp: int | None, tp: 
     num_ranks = len(members)
     if list(members) != sorted(set(members)) or not members or members[0] < 0 or members[-1] >= world_size:
         raise ValueError(f"ranks must be ascending world ranks from 0 to {world_size - 1}, got {list(members)}")
-    if tp < 1 or (kvp is not None and kvp < 1):
-        raise ValueError(f"kvp and tp must be at least 1, got kvp={kvp}, tp={tp}")
-    chosen = num_ranks // tp if kvp is None else kvp
-    if chosen * tp != num_ranks:
-        pairs = [(num_ranks // t, t) for t in range(1, num_ranks + 1) if num_ranks % t == 0]
-        raise ValueError(
-            f"kvp x tp must be the number of ranks: kvp={kvp}, tp={tp}, {num_ranks} ranks in the mesh, "
-            f"{world_size} in the world; legal (kvp, tp): {', '.join(map(str, pairs))}"
-        )
+    chosen = max(1, num_ranks // max(1, tp)) if kvp is None else kvp
+    validate_layout(num_ranks, chosen, tp)
     return chosen
 
 

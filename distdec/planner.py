@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distdec.degrees import legal_layouts, validate_layout
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -191,14 +193,12 @@ def rank_layouts(
     """Model every legal layout of `num_ranks` ranks, those that fit first, fastest first.
 
     Raises:
-        ValueError: no legal layout, which needs `num_ranks` < 1.
+        ValueError: no legal layout: `num_ranks` < 1, or query heads that do not form whole groups.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    validate_layout(num_ranks, num_ranks, 1, shape.num_q_heads, shape.num_kv_heads)
     plans = [
-        layout_plan(shape, load, num_ranks // tp, tp, merge=merge, hardware=hardware)
-        for tp in range(1, num_ranks + 1)
-        if num_ranks % tp == 0 and shape.num_kv_heads % tp == 0
+        layout_plan(shape, load, kvp, tp, merge=merge, hardware=hardware)
+        for kvp, tp in legal_layouts(num_ranks, shape.num_q_heads, shape.num_kv_heads)
     ]
     return sorted(plans, key=lambda p: (not p.fits, p.step_us))
 

@@ -46,7 +46,7 @@ def load_model(
     """
     dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
     model = load_sharded(folder, mesh, dtype=dtype, queries=config.parallel.queries, progress=progress)
-    check_model(model, tp_size=mesh.tp_size, engine=True)
+    check_model(model, mesh, engine=True)
     _read_generation_config(model, folder)
     return model
 
@@ -62,7 +62,7 @@ def cache_size(model: torch.nn.Module, mesh: Mesh, config: Config, wanted_tokens
     Raises:
         ValueError: there is no memory for a cache.
     """
-    geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
+    geometry = check_model(model, mesh, engine=True)
     item = DTYPES[resolve_dtype(config.model.dtype, mesh.device)].itemsize
     per_token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * item
     return choose_max_tokens(config.cache, wanted_tokens, per_token, _free_bytes(mesh), mesh.kvp_size)
@@ -106,7 +106,7 @@ class Runner:
         Notes:
             Collective: the choice of the merge, the captured steps.
         """
-        geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
+        geometry = check_model(model, mesh, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
         cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
         merge = merge_for(model, mesh, config.parallel.merge)

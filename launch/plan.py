@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distdec.capacity import GIB
 from distdec.config import Config
+from distdec.degrees import validate_layout
 from distdec.planner import (
     DTYPE_BYTES,
     Hardware,
@@ -39,17 +40,14 @@ def run(config: Config, job: boot.Job) -> int:
     return 0
 
 
-def layouts(config: Config, num_kv_heads: int) -> list[tuple[int, int]]:
+def layouts(config: Config, shape: ModelShape) -> list[tuple[int, int]]:
     """Return the (kvp, tp) to compare: the one asked for, or powers of two of kvp for the tp asked for.
 
     Raises:
-        ValueError: tp does not divide the KV heads.
+        ValueError: the model's heads do not split over tp.
     """
-    tp = config.parallel.tp
-    if num_kv_heads % tp:
-        raise ValueError(
-            f"parallel.tp={tp} does not divide the model's {num_kv_heads} KV heads; use more kvp ranks, which need not"
-        )
+    tp, kvp = config.parallel.tp, config.parallel.kvp or 1
+    validate_layout(kvp * tp, kvp, tp, shape.num_q_heads, shape.num_kv_heads)
     if config.parallel.kvp:
         return [(config.parallel.kvp, tp)]
     return [(1 << i, tp) for i in range(MOST_RANKS.bit_length()) if (1 << i) * tp <= MOST_RANKS]
@@ -69,7 +67,7 @@ def report(config: Config) -> None:
         hardware = replace(hardware, memory_bytes=int(config.cache.memory_gb * GIB))
     names = [config.model.dtype] if config.model.dtype != "auto" else ["float32", "bfloat16"]
     rows = []
-    for kvp, tp in layouts(config, shape.num_kv_heads):
+    for kvp, tp in layouts(config, shape):
         for name in names:
             size = DTYPE_BYTES[name]
             load = Workload(tokens, weight_bytes=size, kv_bytes=size)

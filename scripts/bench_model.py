@@ -137,7 +137,7 @@ class Decoder:
     """One sequence of `context` random tokens, decoded step by step."""
 
     def __init__(self, model: torch.nn.Module, mesh: Mesh, context: int, dtype: torch.dtype, backend: str) -> None:
-        geometry = check_model(model, tp_size=mesh.tp_size, engine=True)
+        geometry = check_model(model, mesh, engine=True)
         self.cache = ShardedCache(
             mesh,
             num_layers=geometry.num_layers,

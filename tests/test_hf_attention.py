@@ -4,6 +4,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ def make_cache(model, **options):
 
 def refused_at_load(match, family="llama", *, attention="distdec", **changes):
     from distdec.hf import UnsupportedModel, bind_engine
+    from distdec.mesh import Mesh
 
     model = tiny_model(family, attention, device="meta", **changes)
     with pytest.raises(UnsupportedModel, match=match):
         make_cache(model)
     with pytest.raises(UnsupportedModel, match=match):
-        bind_engine(model, None)
+        bind_engine(model, SimpleNamespace(mesh=Mesh.single()))
 
 
 MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
@@ -76,12 +78,14 @@ def test_a_model_whose_attention_cannot_be_replaced_is_refused():
 
 
 def test_kv_heads_that_do_not_split_are_refused_with_the_legal_sizes():
-    from distdec.hf import UnsupportedModel, check_model
+    from test_weights import rank_of
+
+    from distdec.hf import check_model
 
     model = tiny_model("llama", "distdec", device="meta")
-    assert check_model(model, tp_size=2).num_kv_heads == 1
-    with pytest.raises(UnsupportedModel, match=r"2 KV heads .* do not split over tp=4 .*legal tp: \[1, 2\].*kvp"):
-        check_model(model, tp_size=4)
+    assert check_model(model, rank_of(3, 1, 0)).num_kv_heads == 2
+    with pytest.raises(ValueError, match=r"tp = 4 does not divide the 2 KV heads; .*kvp.*: \(8, 1\), \(4, 2\)"):
+        check_model(model, rank_of(2, 4, 0))
 
 
 def test_shares_for_ranks_that_do_not_exist_are_refused():

@@ -82,7 +82,7 @@ def refused(kvp, tp, members):
 
 def test_wrong_degrees_are_refused_on_every_rank_with_all_numbers(ranks):
     for told in ranks(4).run(refused, 4, 2, None):
-        assert "kvp=4, tp=2, 4 ranks in the mesh, 4 in the world; legal (kvp, tp): (4, 1), (2, 2), (1, 4)" in told
+        assert "is not the number of ranks, 4 (ranks=4, kvp=4, tp=2); legal (kvp, tp): (4, 1), (2, 2), (1, 4)" in told
     for told in ranks(4).run(refused, 2, 1, [2, 1]):
         assert "ascending world ranks from 0 to 3, got [2, 1]" in told
     for told in ranks(4).run(refused, 2, 1, [3, 4]):

@@ -1,5 +1,7 @@
 """Sharding without any process group: the map of heads, one validator, and what is refused with which reason."""
 
+import copy
+
 import pytest
 import torch
 from hf_models import tiny_config, tiny_model
@@ -11,6 +13,7 @@ from distdec.hf.linears import GatherLinear, RowLinear, SplitNorm
 from distdec.hf.parallel import split_range
 from distdec.hf.sharding import check_mesh, merge_for, sharding_of
 from distdec.mesh import Mesh
+from distdec.planner import ModelShape, Workload, rank_layouts
 
 
 def test_the_map_gives_kvp_groups_the_same_heads_and_tp_groups_all_of_them():
@@ -25,27 +28,47 @@ def test_the_map_gives_kvp_groups_the_same_heads_and_tp_groups_all_of_them():
         rank_map(2, 3, 8, 4)
 
 
-def test_the_model_check_and_the_validator_agree():
+def test_all_that_takes_a_layout_agrees_with_the_validator():
     for num_kv_heads in (1, 2, 3, 4, 6, 8):
         sizes = {"num_key_value_heads": num_kv_heads, "num_attention_heads": 24}
         model = tiny_model("llama", "distdec", device="meta", hidden_size=48, num_hidden_layers=1, **sizes)
+        shape = ModelShape.from_config(model.config)
         for tp in range(1, 17):
             if (3, tp) in legal_layouts(3 * tp, 24, num_kv_heads):
                 validate_layout(3 * tp, 3, tp, 24, num_kv_heads)
-                assert check_model(model, tp_size=tp).num_kv_heads == num_kv_heads // tp
+                sharded = shard(copy.deepcopy(model), on_meta(rank_of(3, tp, 1)))
+                assert check_model(sharded, on_meta(rank_of(3, tp, 1))).num_kv_heads == num_kv_heads // tp
+                assert (3, tp) in [(p.kvp, p.tp) for p in rank_layouts(shape, Workload(100), 3 * tp)]
                 continue
             told = f"tp = {tp} does not divide the {num_kv_heads} KV heads"
             with pytest.raises(ValueError, match=told):
                 validate_layout(3 * tp, 3, tp, 24, num_kv_heads)
-            with pytest.raises(UnsupportedModel, match=f"tp={tp} ranks"):
-                check_model(model, tp_size=tp)
-            with pytest.raises(ValueError, match=told):
-                shard(model, on_meta(rank_of(3, tp, 0)))
+            assert (3, tp) not in [(p.kvp, p.tp) for p in rank_layouts(shape, Workload(100), 3 * tp)]
+            mesh = on_meta(rank_of(3, tp, 0))
+            for refuse in (check_model, check_mesh, shard):
+                with pytest.raises(ValueError, match=told):
+                    refuse(model, mesh)
 
 
 def on_meta(mesh):
     mesh.device = torch.device("meta")
     return mesh
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_a_whole_model_is_refused_where_heads_are_split(family):
+    model = tiny_model(family, "distdec")
+    check_mesh(model, rank_of(4, 1, 2))
+    with pytest.raises(ValueError, match=r"2 KV heads on this rank, a rank of kvp 2 x tp 2 has 1: distdec\.shard"):
+        check_model(model, rank_of(2, 2, 1))
+    # a model of somebody else's tensor parallelism has its heads already
+    for layer in model.model.layers:
+        for name, linear in layer.self_attn.named_children():
+            if name in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+                linear.weight = torch.nn.Parameter(linear.weight[: linear.out_features // 2])
+    check_model(model, rank_of(2, 2, 1))
+    with pytest.raises(ValueError, match="1 KV heads on this rank, a rank of kvp 4 x tp 1 has 2"):
+        check_model(model, rank_of(4, 1, 1))
 
 
 def test_more_query_parallel_ranks_than_heads_are_refused_with_the_legal_sizes():

@@ -216,20 +216,27 @@ def test_a_layout_of_many_ranks_is_right_or_refused(ranks, world):
     check_layouts(ranks, world)
 
 
-def run_whole_model(num_kv_heads):
-    """What a model that nobody sharded does on a mesh with tp 2."""
+def made_for_whole_model():
+    """What is told of a model that nobody sharded where a cache and an engine binding are made on a mesh with tp 2."""
+    from distdec.attention import DistributedAttention
+    from distdec.hf import DistributedCache, bind_engine
     from distdec.mesh import Mesh
+    from distdec.sharded_cache import ShardedCache
 
     with Mesh.create(1, 2, device="cpu") as mesh:
-        model = tiny_model("llama", "distdec", **dict(with_heads(num_kv_heads, 2)))
-        with pytest.raises(ValueError) as refusal:
-            packed(model, mesh, "auto")
-        return str(refusal.value)
+        model = tiny_model("llama", "distdec")
+        with pytest.raises(ValueError) as cache:
+            DistributedCache(model, mesh, max_tokens=64)
+        core = ShardedCache(mesh, num_layers=3, num_kv_heads=1, head_dim=16, max_tokens=64)
+        with pytest.raises(ValueError) as binding:
+            bind_engine(model, DistributedAttention(mesh, core))
+        return str(cache.value), str(binding.value)
 
 
-def test_a_whole_model_on_a_mesh_that_splits_heads_is_refused(ranks):
-    for told in ranks(2).run(run_whole_model, 2, timeout_s=TIMEOUT_S):
-        assert "expected k" in told
+def test_a_whole_model_is_refused_where_its_cache_or_binding_is_made(ranks):
+    for told in ranks(2).run(made_for_whole_model, timeout_s=TIMEOUT_S):
+        for refusal in told:
+            assert "2 KV heads on this rank, a rank of kvp 1 x tp 2 has 1: distdec.shard" in refusal
 
 
 def places(kvp, tp):

@@ -67,7 +67,7 @@ def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, **options):
     from distdec.hf.support import check_model
     from distdec.sharded_cache import ShardedCache
 
-    shape = check_model(model, tp_size=mesh.tp_size, engine=True)
+    shape = check_model(model, mesh, engine=True)
     cache = ShardedCache(
         mesh,
         num_layers=shape.num_layers,

@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
-from distdec.hf.sharding import check_mesh, sharding_of
 from distdec.hf.support import NAME, UnsupportedModel, check_model, check_window, refuse_mask_pattern
 
 _BINDING = "_distdec_binding"
@@ -172,9 +171,7 @@ class EngineBinding:
     """
 
     def __init__(self, model: nn.Module, attention: DistributedAttention) -> None:
-        self.geometry = check_model(model, engine=True)
-        if sharding_of(model) is not None:
-            check_mesh(model, attention.mesh)
+        self.geometry = check_model(model, attention.mesh, engine=True)
         self.model = model
         self.attention = attention
         self.batch: StepBatch | None = None

@@ -130,7 +130,7 @@ class DistributedCache(Cache):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        geometry = check_model(model, tp_size=mesh.tp_size)
+        geometry = check_model(model, mesh)
         parameter = next(model.parameters())
         if parameter.device != torch.empty(0, device=mesh.device).device:
             raise ValueError(f"the model is on {parameter.device}, the mesh on {mesh.device}; move the model there")

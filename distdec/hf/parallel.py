@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distdec.hf.linears import GatherLinear, RowLinear, SplitNorm, VocabEmbedding
-from distdec.hf.sharding import Sharding, mark, sharding_of
+from distdec.hf.sharding import Sharding, local_heads, mark, sharding_of
 from distdec.merge import column_range
-from distdec.mesh import Mesh, validate_layout
+from distdec.mesh import Mesh
 from distdec.planner import ModelShape, query_mode
 
 # norms whose root mean square runs over all heads: x / sqrt(mean(x^2) + variance_epsilon), times the weight
@@ -103,18 +103,6 @@ def parallelise(model: nn.Module, mesh: Mesh, fetch: Fetch, *, queries: str = "a
     sharder.run()
     mark(model, Sharding(mesh.kvp_size, mesh.tp_size, mesh.rank, sharder.queries))
     return model
-
-
-def local_heads(config: object, mesh: Mesh) -> tuple[int, int]:
-    """Return (query heads, KV heads) of this rank.
-
-    Raises:
-        ValueError: tp does not divide the KV heads.
-    """
-    num_q = int(getattr(config, "num_attention_heads"))  # noqa: B009 - configs are typed as object here
-    num_kv = int(getattr(config, "num_key_value_heads", None) or num_q)
-    validate_layout(mesh.world_size, mesh.kvp_size, mesh.tp_size, num_q, num_kv)
-    return num_q // mesh.tp_size, num_kv // mesh.tp_size
 
 
 class _Sharder:

@@ -61,17 +61,53 @@ def rank_map(kvp: int, tp: int, num_q_heads: int, num_kv_heads: int) -> list[Ran
 
 
 def check_mesh(model: Any, mesh: Mesh) -> None:
-    """Refuse a model that was sharded for another mesh than the one it is about to run on.
+    """Refuse a model whose weights are not those of this rank of the mesh that it is about to run on.
 
     Raises:
-        ValueError: layout or rank differ.
+        ValueError: it was sharded for another layout or rank, or holds more KV heads than a tp rank does.
     """
     done = sharding_of(model)
+    num_q, heads = local_heads(model.config, mesh)
+    held = _kv_heads_held(model, num_q // heads)
+    if done is None and held is not None and held != heads:
+        raise ValueError(
+            f"the model's weights have {held} KV heads on this rank, a rank of kvp {mesh.kvp_size} x tp {mesh.tp_size} "
+            f"has {heads}: distdec.shard(model, mesh) keeps this rank's part (load_sharded reads no more than that)"
+        )
     if done is not None and done[:3] != (mesh.kvp_size, mesh.tp_size, mesh.rank):
         raise ValueError(
             f"the model's weights are those of rank {done.rank} of kvp {done.kvp_size} x tp {done.tp_size}, "
             f"the cache's mesh is rank {mesh.rank} of kvp {mesh.kvp_size} x tp {mesh.tp_size}"
         )
+
+
+def local_heads(config: Any, mesh: Mesh) -> tuple[int, int]:
+    """Return (query heads, KV heads) of this rank.
+
+    Raises:
+        ValueError: tp does not divide the KV heads.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    num_q = int(config.num_attention_heads)
+    num_kv = int(getattr(config, "num_key_value_heads", None) or num_q)
+    validate_layout(mesh.world_size, mesh.kvp_size, mesh.tp_size, num_q, num_kv)
+    return num_q // mesh.tp_size, num_kv // mesh.tp_size
+
+
+def _kv_heads_held(model: Any, group_size: int) -> int | None:
+    """Count the KV heads of a model by the rows of its first key projection, whoever sharded it; None if not plain."""
+    for module in model.modules():
+        head_dim = getattr(module, "head_dim", None)
+        for name, share in (("k_proj", 1), ("qkv_proj", group_size + 2)):
+            linear = getattr(module, name, None)
+            weight = getattr(linear, "weight", None)
+            if weight is None or head_dim is None:
+                continue
+            # quantised weights have other shapes; of a tensor that torch distributes, the part here counts
+            weight = weight.to_local() if hasattr(weight, "to_local") else weight
+            plain = weight.dim() == 2 and weight.shape[1] == getattr(linear, "in_features", None)
+            return int(weight.shape[0]) // (head_dim * share) if plain else None
+    return None
 
 
 def merge_for(model: Any, mesh: Mesh, mode: str) -> Merge:

@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from distdec.degrees import validate_layout
+from distdec.hf.sharding import check_mesh
+from distdec.mesh import Mesh
+
 NAME = "distdec"
 """The attention implementation's name in transformers' registries."""
 
@@ -32,16 +36,17 @@ class Geometry(NamedTuple):
     windows: tuple[int, ...]
 
 
-def check_model(model: Any, *, tp_size: int = 1, engine: bool = False) -> Geometry:
+def check_model(model: Any, mesh: Mesh | None = None, *, engine: bool = False) -> Geometry:
     """Refuse a model that cannot run on a sharded cache; return the cache's geometry otherwise.
 
     Args:
         model: a transformers causal language model, already loaded.
-        tp_size: tensor-parallel ranks that split the KV heads.
+        mesh: the ranks it shall run on; None is one rank.
         engine: also require what packed rows need (see `engine_reasons`).
 
     Raises:
         UnsupportedModel: with every reason found.
+        ValueError: the layout is illegal for the model's heads, or the model's weights are not those of this rank.
     """
     config = model.config.get_text_config()
     reasons = config_reasons(model.config) + _model_reasons(model)
@@ -50,12 +55,11 @@ def check_model(model: Any, *, tp_size: int = 1, engine: bool = False) -> Geomet
     if reasons:
         raise UnsupportedModel(f"{type(model).__name__} cannot run on a sharded cache: " + "; ".join(reasons))
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if kv_heads % tp_size:
-        legal = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
-        raise UnsupportedModel(
-            f"the {kv_heads} KV heads of {type(model).__name__} do not split over tp={tp_size} ranks; legal tp: "
-            f"{legal}. Give the surplus ranks to the kvp axis: it does not need the heads to divide"
-        )
+    tp_size = 1
+    if mesh is not None:
+        tp_size = mesh.tp_size
+        validate_layout(mesh.world_size, mesh.kvp_size, tp_size, config.num_attention_heads, kv_heads)
+        check_mesh(model, mesh)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = {layer_window(config, i) for i in range(config.num_hidden_layers)}
     return Geometry(config.num_hidden_layers, kv_heads // tp_size, head_dim, tuple(sorted(windows - {0})))
