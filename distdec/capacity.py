@@ -24,9 +24,13 @@ def choose_max_tokens(cache: CacheConfig, wanted: int, bytes_per_token: int, fre
         free_bytes: free memory of one rank.
 
     Raises:
-        ValueError: `max_tokens` does not fit the memory, or the memory holds not even one chunk a rank.
+        ValueError: `max_tokens` or `memory_gb` does not fit the memory, or the memory holds not even one chunk a rank.
     """
     memory = int(cache.memory_gb * GIB if cache.memory_gb else cache.memory_fraction * free_bytes)
+    if memory > free_bytes:
+        raise ValueError(
+            f"cache.memory_gb={cache.memory_gb:g} does not fit: a rank has {free_bytes / GIB:.3g} GiB free"
+        )
     # the pool is rounded up by at most one chunk a rank
     per_rank = memory // bytes_per_token - cache.max_chunk
     if cache.max_tokens:

@@ -22,6 +22,9 @@ MODELS = ("smollm2", "path")
 WORKLOADS = ("prompt", "passkey", "jsonl")
 ON_ERROR = ("stop", "skip")
 MAX_CHUNK_FRAMES = 8
+# beyond any use, and still exact in the integers they become
+MAX_TIMEOUT_S = 1e6
+MAX_MEMORY_GB = 1e6
 
 
 def _one_of(name: str, value: object, legal: tuple[str, ...]) -> None:
@@ -76,7 +79,7 @@ class ParallelConfig:
         _check_int("parallel.tp", self.tp, 1, None)
         _one_of("parallel.merge", self.merge, MERGE_MODES)
         _one_of("parallel.queries", self.queries, QUERY_MODES)
-        _check_float("parallel.timeout_s", self.timeout_s, 0.0, None, open_low=True)
+        _check_float("parallel.timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
 
     def resolve(self, world_size: int) -> tuple[int, int]:
         """Return (kvp, tp) for a world of `world_size` ranks.
@@ -126,7 +129,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         _check_int("cache.max_tokens", self.max_tokens, 0, None)
-        _check_float("cache.memory_gb", self.memory_gb, 0.0, None)
+        _check_float("cache.memory_gb", self.memory_gb, 0.0, MAX_MEMORY_GB)
         _check_float("cache.memory_fraction", self.memory_fraction, 0.0, 1.0, open_low=True)
         _check_int("cache.min_chunk", self.min_chunk, 1, None)
         _check_int("cache.page_size", self.page_size, 1, None)

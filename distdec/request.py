@@ -5,8 +5,8 @@ the whole wire format, with a version and a checksum in front, because a mismatc
 """
 
 import array
-import math
 import struct
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,10 +55,10 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**63 - 1)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if any(not isinstance(text, str) or not text for text in stop):
-            raise ValueError(f"stop must be strings that are not empty, got {list(stop)!r}")
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, (list, tuple)) or any(not isinstance(text, str) or not text for text in stop):
+            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
 
@@ -265,7 +265,8 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
 def _check_float(name: str, value: object, low: float, high: float | None, open_low: bool = False) -> None:
     bound = f"more than {low:g}" if open_low else f"at least {low:g}"
     legal = f"a finite number, {bound}" + ("" if high is None else f" and at most {high:g}")
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # not math.isfinite: that fails on an integer beyond the floats, which JSON may hold
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be {legal}, got {value!r}")
     if value < low or (open_low and value == low) or (high is not None and value > high):
         raise ValueError(f"{name} must be {legal}, got {value!r}")

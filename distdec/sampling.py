@@ -58,8 +58,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
     if not rows:
         return []
     logits = logits.float()
-    usable = torch.isfinite(logits.amax(-1))
     logits = _penalise(logits, rows)
+    # after the penalty: an extreme one overflows
+    usable = torch.isfinite(logits.amax(-1))
     tokens = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
@@ -99,7 +100,7 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     scaled = logits.double() / column([row.params.temperature for row in rows])
     scaled, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(vocab, device=logits.device)
-    keep = rank < column([float(row.params.top_k or vocab) for row in rows])
+    keep = rank < column([float(min(row.params.top_k or vocab, vocab)) for row in rows])
     probs = scaled.masked_fill(~keep, float("-inf")).softmax(-1)
     # the tokens before this one have not reached top_p yet; so the first token is always kept
     keep = keep & (probs.cumsum(-1) - probs < column([row.params.top_p for row in rows]))

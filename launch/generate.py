@@ -82,14 +82,20 @@ def read_work(config: Config, folder: Path) -> Work:
     from launch.inputs import OutputFile, keep_runnable, read_prompts
 
     config.check_inputs()
-    output = OutputFile(config.output)
+    output = OutputFile(config.output, (config.prompts, config.prompt_file))
     model_config = AutoConfig.from_pretrained(folder)
     if reasons := config_reasons(model_config):
         raise boot.LaunchError(f"the model in {folder} cannot run on a sharded cache: " + "; ".join(reasons))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    prompts, bad = read_prompts(config, tokenizer)
     text = model_config.get_text_config()
     limits = (text.vocab_size, text.max_position_embeddings)
+    if config.workload.name == "passkey" and config.workload.num_tokens > text.max_position_embeddings:
+        # before a text of any length is made
+        raise boot.LaunchError(
+            f"workload.num_tokens={config.workload.num_tokens} is over the model's limit of "
+            f"{text.max_position_embeddings} tokens"
+        )
+    prompts, bad = read_prompts(config, tokenizer)
     prompts, oversized = keep_runnable(prompts, lambda request: request.check(*limits), config.on_error)
     if config.parity and not all(prompt.sampling.greedy for prompt in prompts):
         raise boot.LaunchError("parity=true compares greedy tokens: it needs temperature=0 for every prompt")
@@ -246,6 +252,7 @@ def check_parity(folder: Path, engine: Any, prompts: list[Any], completions: lis
 
     from launch.parity import first_difference, load_reference, reference_tokens
 
+    console.note("parity: running the prompts again through single-process transformers")
     torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     reference = load_reference(folder, engine.runner.dtype, engine.mesh.device)
     total, differences = 0, []

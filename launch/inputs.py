@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,21 +77,30 @@ def read_prompts(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[Bad
 
 def _read_text(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        # -sig: a byte order mark in front, as some editors write it, is not part of the text
+        return _read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
         raise LaunchError(f"cannot read {path}: {error}") from None
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise LaunchError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def _read_lines(config: Config, tokenizer: Any) -> tuple[list[Prompt], list[BadLine]]:
     good: list[Prompt] = []
     bad: list[BadLine] = []
     path = config.prompts or ""
-    # not splitlines(): U+2028 and its like are legal inside a JSON string
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+    # not splitlines(): U+2028 and its like are legal inside a JSON string. Decoded line by line: one bad byte is one
+    # bad line
+    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            good.append(_read_line(line, number, config, tokenizer))
+            good.append(_read_line(line.decode("utf-8-sig"), number, config, tokenizer))
         except ValueError as error:
             if config.on_error == "stop":
                 raise LaunchError(f"{path} line {number}: {error}") from None
@@ -105,6 +115,8 @@ def _read_line(line: str, number: int, config: Config, tokenizer: Any) -> Prompt
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise ValueError("lists and objects nested too deeply") from None
     if not isinstance(entry, dict):
         raise ValueError(f'expected an object with "prompt" or "messages", got {type(entry).__name__}')
     unknown = sorted(set(entry) - _SAMPLING_FIELDS - {"prompt", "messages"})
@@ -117,6 +129,8 @@ def _read_line(line: str, number: int, config: Config, tokenizer: Any) -> Prompt
     content = entry.get("prompt", entry.get("messages"))
     if not content or (isinstance(content, str) and not content.strip()):
         raise ValueError("the prompt is empty")
+    if "messages" in entry and not isinstance(content, list):
+        raise ValueError(f'"messages" is a list of {{"role": ..., "content": ...}}, got {type(content).__name__}')
     if "prompt" in entry and config.chat and isinstance(content, str):
         content = [{"role": "user", "content": content}]
     fields = {name: value for name, value in entry.items() if name in _SAMPLING_FIELDS}
@@ -127,6 +141,11 @@ def _read_line(line: str, number: int, config: Config, tokenizer: Any) -> Prompt
 def _encode(tokenizer: Any, content: Any) -> tuple[int, ...]:
     """Return the token ids of a text, of chat messages through the model's template, or the ids themselves."""
     if isinstance(content, str):
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            # half of a surrogate pair, or a byte of the command line that is no UTF-8
+            raise ValueError(f"the prompt is not valid text: {error.reason} at character {error.start}") from None
         return tuple(tokenizer(content)["input_ids"])
     if not isinstance(content, list):
         raise ValueError(f"a prompt is a text, messages or token ids, got {type(content).__name__}")
@@ -172,23 +191,25 @@ class OutputFile:
     """JSON lines, one a request, written whole when the request ends. A file without any path writes nothing.
 
     Construction finds out whether the path can be written, and leaves it as it was; an older file is replaced when the
-    first line is written.
+    first line is written. From then on the file is locked, so that two runs never mix their lines.
+
+    Args:
+        path: of the file; None: no file.
+        inputs: files that this run reads, which it must not replace.
 
     Raises:
-        LaunchError: the path cannot be written.
+        LaunchError: the path cannot be written, is an input, or is another run's output.
     """
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, inputs: Sequence[str | None] = ()) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self.count = 0
         self._file: TextIO | None = None
         if self.path is not None:
             existed = self.path.exists()
-            try:
-                with self.path.open("a"):
-                    pass
-            except OSError as error:
-                raise LaunchError(f"cannot write output={self.path}: {error.strerror or error}") from None
+            if existed and any(name and self.path.samefile(Path(name).expanduser()) for name in inputs):
+                raise LaunchError(f"output={self.path} is the file that the prompts are read from")
+            self._open().close()
             if not existed:
                 self.path.unlink()
 
@@ -215,12 +236,38 @@ class OutputFile:
     def _write(self, record: dict[str, Any]) -> None:
         if self.path is None:
             return
-        if self._file is None:
-            self._file = self.path.open("w", encoding="utf-8")
-        # one write a line: whatever ends the process, no line is torn
-        self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            if self._file is None:
+                self._file = self._open()
+                if self.path.is_file():
+                    self._file.truncate(0)
+            # one write a line: whatever ends the process, no line is torn
+            self._file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            reason = error.strerror or error
+            raise LaunchError(f"cannot write output={self.path} after {self.count} lines: {reason}") from None
         self.count += 1
+
+    def _open(self) -> TextIO:
+        """Open the file for appending, locked; nothing is written or removed."""
+        assert self.path is not None, "called where there is a path"
+        try:
+            file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise LaunchError(f"cannot write output={self.path}: {error.strerror or error}") from None
+        if not self.path.is_file():
+            # a device or a pipe may have several writers
+            return file
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise LaunchError(f"output={self.path} is being written by another run") from None
+        except OSError:
+            # a file system without locks
+            pass
+        return file
 
     def close(self) -> None:
         """Close the file, if it was ever opened."""

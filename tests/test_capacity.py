@@ -41,6 +41,8 @@ def test_tokens_given_are_taken_if_they_fit():
         ValueError, match=r"max_tokens=600000 does not fit: 0.25 GiB a rank hold 522240 .* 3 ranks would do"
     ):
         choose(max_tokens=600_000, memory_gb=0.25)
+    with pytest.raises(ValueError, match=r"cache.memory_gb=1e\+06 does not fit: a rank has .* GiB free"):
+        choose(memory_gb=1e6)
     with pytest.raises(ValueError, match="no number of ranks would do"):
         choose(max_tokens=100, free=2**20)
 

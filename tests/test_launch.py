@@ -170,6 +170,13 @@ BAD_LINES = [
     ('{"prompt": "a", "temperature": NaN}', "temperature must be a finite number, at least 0, got nan"),
     ('{"prompt": "a", "max_new_tokens": "9"}', "max_new_tokens must be a whole number"),
     ('{"prompt": "a", "top_k": null}', "top_k must be a whole number"),
+    ('{"prompt": "a", "stop": null}', "stop must be strings that are not empty, got None"),
+    ('{"prompt": "a", "stop": 5}', "stop must be strings that are not empty, got 5"),
+    ('{"prompt": "a", "stop": {"a": 1}}', "stop must be strings that are not empty, got {'a': 1}"),
+    ('{"prompt": "a", "temperature": 1' + 400 * "0" + "}", "temperature must be a finite number"),
+    ('{"messages": "hi"}', '"messages" is a list of {"role": ..., "content": ...}, got str'),
+    ('{"prompt": "a\\ud800"}', "the prompt is not valid text: surrogates not allowed at character 1"),
+    ("[" * 100_000, "nested too deeply"),
 ]
 
 

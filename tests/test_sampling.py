@@ -128,6 +128,18 @@ def test_unusable_logits_fail_their_own_request_only(temperature, bad):
     assert got == [2, None, 2]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_fails_its_request(temperature):
+    rows = [row(seen=(0,), temperature=temperature, repetition_penalty=penalty) for penalty in (1e-300, 1.0)]
+    assert sample(torch.tensor([[1.0, -INF, -INF]] * 2), rows) == [None, 0]
+
+
+def test_a_top_k_beyond_any_float_keeps_everything():
+    assert sample(torch.zeros(1, 4), [row(temperature=1.0, top_k=10**400)]) == sample(
+        torch.zeros(1, 4), [row(temperature=1.0)]
+    )
+
+
 def test_masked_tokens_are_never_drawn():
     assert draws([0.0, -INF, 0.0], count=500, temperature=5.0)[1] == 0
 
