@@ -25,10 +25,11 @@ import benchlib
 import numpy as np
 from bench_generate import generate
 from bench_host import HostClock
-from bench_model import MODELS, layouts
+from bench_model import layouts
 from bench_prompts import itl, itl_tokens, prefill, prefix, sweep
 from bench_run import Bench, open_mesh, parse
 from bench_session import WARM_UP, Layout, Need, Session, drive, gaps, timing_fields, unsplit
+from bench_weights import MODELS
 
 from distdec.engine import StepResult
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_model import MODELS, model_config, random_weight
 from bench_session import Session, Step, drive, gaps, greedy, timing_fields
+from bench_weights import MODELS, model_config, random_weight
 
 SKIP = 4
 """First times between tokens that do not count."""

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 from bench_host import HostClock
-from bench_model import MODELS, build, layouts
+from bench_model import layouts
 from bench_run import Bench, open_mesh, parse, run_sections
 from bench_session import greedy
+from bench_weights import MODELS, build
 from bench_workloads import WORKLOADS, Arrival
 
 from distdec.capacity import tokens_needed

@@ -23,114 +23,26 @@ import shutil
 import sys
 import tempfile
 import time
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import benchlib
 import torch
 from bench_run import Bench, open_mesh, parse, run_sections
+from bench_weights import HEADS, MODELS, build
 
 from distdec.attention import DistributedAttention
 from distdec.degrees import validate_layout
 from distdec.graphs import GraphKey, StepGraphs
 from distdec.hf.attention import bind_engine
-from distdec.hf.parallel import parallelise
 from distdec.hf.support import check_model
 from distdec.mesh import Mesh
 from distdec.planner import ModelShape, Workload, layout_plan
 from distdec.sharded_cache import ShardedCache
 
-LLAMA = {"rms_norm_eps": 1e-5, "max_position_embeddings": 1 << 21, "vocab_size": 128256, "tie_word_embeddings": False}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama-3-8b": {
-        **LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    # the attention of Qwen3-235B (64 query and 4 KV heads of 128) under a narrow MLP, so that it fits one GPU
-    "four-kv-heads": {
-        **LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-    },
-    "one-kv-head": {
-        **LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 1,
-        "head_dim": 128,
-    },
-    "tiny": {
-        **LLAMA,
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-    },
-}
-HEADS = ("num_attention_heads", "num_key_value_heads")
 STEPS = 12
 # what may stay allocated between two layouts: workspaces of cuBLAS, one a stream
 KEPT_BYTES = 256 << 20
-
-
-def sizes(name: str, smoke: bool = False) -> dict[str, Any]:
-    """Return a model's config; in a smoke run the heads are the model's and the rest is tiny."""
-    if not smoke:
-        return MODELS[name]
-    return {**MODELS["tiny"], "head_dim": 16, **{key: MODELS[name][key] for key in HEADS}}
-
-
-def model_config(name: str, smoke: bool = False) -> Any:
-    """Return transformers' config of a model of the table; see `sizes`."""
-    from transformers import LlamaConfig
-
-    return LlamaConfig(**sizes(name, smoke))
-
-
-def random_weight(name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a parameter's random values, the same for the same name, shape and kind of device."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if "norm" in name:
-        return out.fill_(1.0)
-    seed = zlib.crc32(name.encode())
-    return out.normal_(0.0, 0.02, generator=torch.Generator(device).manual_seed(seed))
-
-
-def build(name: str, mesh: Mesh, dtype: torch.dtype, *, smoke: bool = False) -> torch.nn.Module:
-    """Build the model with this rank's part of random weights."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
-    with init_empty_weights():
-        config = model_config(name, smoke)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="distdec").eval()
-    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
-
-    def fetch(param: str, cut: Any) -> torch.Tensor:
-        shape, label = list(shapes[param]), param
-        if cut is not None:
-            size = sum(stop - start for start, stop in cut.ranges)
-            # ranks with the same part hold the same values, and the whole is what one rank has
-            label += "" if size == shape[cut.dim] else str(cut.ranges)
-            shape[cut.dim] = size
-        return random_weight(label, shape, dtype, mesh.device)
-
-    parallelise(model, mesh, fetch)
-    return model.to(mesh.device)
 
 
 class Decoder:

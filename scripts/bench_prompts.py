@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import numpy as np
-from bench_model import MODELS
 from bench_session import WARM_UP, Session, Step, drive, gaps, greedy, timing_fields
+from bench_weights import MODELS
 
 from distdec.engine import StepResult
 

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import benchlib
 import torch
-from bench_model import MODELS, build
 from bench_run import CEILING, Bench
 from bench_timing import Timing, kernel_names, summarize, time_calls
+from bench_weights import MODELS, build
 
 from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
 from distdec.engine import Engine, StepResult
