@@ -17,7 +17,7 @@ DEVICES = ("auto", "cpu", "cuda")
 QUERY_MODES = ("auto", "replicate", "gather")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 BACKENDS = ("auto", "reference", "triton")
-GRAPHS = ("auto", "on", "off")
+SWITCH = ("auto", "on", "off")
 MODELS = ("smollm2", "path")
 WORKLOADS = ("prompt", "passkey", "jsonl")
 ON_ERROR = ("stop", "skip")
@@ -204,9 +204,16 @@ class BackendConfig:
         default="auto",
         metadata=_help("decode steps as CUDA graphs, captured at the start: auto (on cuda), on, off"),
     )
+    compile: str = field(
+        default="auto",
+        metadata=_help(
+            "the model's layers through torch.compile, some 10 s at the first start: auto (on cuda), on, off"
+        ),
+    )
 
     def __post_init__(self) -> None:
-        _one_of("backend.graphs", self.graphs, GRAPHS)
+        _one_of("backend.graphs", self.graphs, SWITCH)
+        _one_of("backend.compile", self.compile, SWITCH)
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"backend.name must name a backend ({', '.join(BACKENDS)}), got {self.name!r}")
 

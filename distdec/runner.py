@@ -111,7 +111,9 @@ class Runner:
         cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
         merge = merge_for(model, mesh, config.parallel.merge)
         runner = cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
-        if config.backend.graphs == "on" or (config.backend.graphs == "auto" and mesh.device.type == "cuda"):
+        if _switched_on(config.backend.compile, mesh):
+            runner.binding.compile()
+        if _switched_on(config.backend.graphs, mesh):
             runner.capture(config.scheduler.max_rows, config.scheduler.token_budget, progress)
         return runner
 
@@ -197,6 +199,10 @@ class Runner:
         close_merge = getattr(self.attention.merge, "close", None)
         if close_merge is not None:
             close_merge()
+
+
+def _switched_on(option: str, mesh: Mesh) -> bool:
+    return option == "on" or (option == "auto" and mesh.device.type == "cuda")
 
 
 class _Inputs:

@@ -34,6 +34,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from distdec.config import Config, describe
+from launch.assets import cache_root
 
 if TYPE_CHECKING:
     from distdec.mesh import Mesh
@@ -282,6 +283,8 @@ def main(run: Callable[[Config, Job], int | None], *, uses_layout: bool = True) 
         sys.argv += [*silent_overrides(scratch.name)]
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the lifetime of the process)
         sys.stderr = io.StringIO()
+    # compiled layers are kept from run to run, where the caller has not chosen a place for them
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
     # Hydra then raises what is wrong with the options instead of printing it, rank by rank
     os.environ["HYDRA_FULL_ERROR"] = "1"
     code, message = 0, ""

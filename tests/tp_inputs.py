@@ -60,8 +60,11 @@ def poisoned(cache):
     return cache
 
 
-def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, **options):
-    """Decode greedily with packed rows, as an engine does: two prompts, then the third next to their decode rows."""
+def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, compiler=None, **options):
+    """Decode greedily with packed rows, as an engine does: two prompts, then the third next to their decode rows.
+
+    With a `compiler` the layers are compiled by that backend of torch.compile.
+    """
     from distdec.attention import DistributedAttention
     from distdec.hf import bind_engine, merge_for
     from distdec.hf.support import check_model
@@ -78,6 +81,8 @@ def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, **options):
     )
     poisoned(cache)
     binding = bind_engine(model, DistributedAttention(mesh, cache, merge=merge_for(model, mesh, merge)))
+    if compiler is not None:
+        binding.compile(backend=compiler, options=None)
     if prompts is None:
         inputs = left_padded(LENGTHS)
         prompts = [ids[-n:].tolist() for ids, n in zip(inputs["input_ids"], LENGTHS, strict=True)]

@@ -10,7 +10,7 @@ left-padded batch would be attended to.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +18,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
+from distdec.hf import compiled
+from distdec.hf.compiled import LayerCall
 from distdec.hf.support import NAME, UnsupportedModel, check_model, check_window, refuse_mask_pattern
+from distdec.merge import column_range
 
 _BINDING = "_distdec_binding"
-
-
-class LayerCall(NamedTuple):
-    """The arguments of one layer's attention, apart from its tensors."""
-
-    scale: float
-    window: int
-    softcap: float
-    sinks: Tensor | None
 
 
 class KVPair:
@@ -108,12 +102,18 @@ def attention_forward(
         In-place: writes the pool. Collective: one merge over the kvp axis.
     """
     call = _layer_call(module, query, scaling, kwargs)
-    binding = module.__dict__.get(_BINDING)
+    binding = getattr(module, _BINDING, None)
+    if binding is None:
+        check_window(module, call.window)
     with torch.no_grad():
         if isinstance(key, KVPair):
             if value is not key:
                 raise UnsupportedModel("keys and values come from different cache updates")
             out = key.cache.attend(key, query, attention_mask, call)
+        elif binding is not None and torch.compiler.is_compiling():
+            columns = binding.columns(query.shape[1] * value.shape[3])
+            handle, factors = getattr(module, compiled.HANDLE), [call.scale, call.softcap]
+            out = compiled.attend(query, key, value, handle, call.sinks, columns, call.window, factors)
         elif binding is not None:
             out = binding.attend(module.layer_idx, query, key, value, call)
         else:
@@ -182,6 +182,7 @@ class EngineBinding:
                 raise ValueError("the model is already bound to an engine; close() that binding first")
         for module in self._modules:
             setattr(module, _BINDING, self)
+        compiled.bind(self, self._modules)
 
     def set_step(self, batch: StepBatch) -> None:
         """Say which rows the next forward runs."""
@@ -211,6 +212,17 @@ class EngineBinding:
         )
         return out.logits[0]
 
+    def compile(self, **how: Any) -> None:
+        """Run the model's layers through torch.compile from now on; `how`: overrides of its arguments."""
+        compiled.compile_layers(compiled.layers_of(self.model, self._modules), **how)
+
+    def columns(self, width: int) -> int:
+        """Return how many of an attention output's `width` columns this rank gets."""
+        if self.attention.merge.replicated:
+            return width
+        start, stop = column_range(width, self.attention.mesh.kvp_size, self.attention.mesh.kvp_rank)
+        return stop - start
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall) -> Tensor:
         """Attend for one layer of the bound model.
 
@@ -219,6 +231,7 @@ class EngineBinding:
         """
         if self.batch is None:
             raise RuntimeError("set_step() was not called before the forward")
+        check_window(self._modules[layer], call.window)
         merged = self.attention(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
@@ -233,9 +246,11 @@ class EngineBinding:
         return merged.out[None]
 
     def close(self) -> None:
-        """Take the binding off the model."""
+        """Take the binding off the model, and what was compiled with it."""
+        compiled.uncompile_layers(compiled.layers_of(self.model, self._modules))
         for module in self._modules:
             module.__dict__.pop(_BINDING, None)
+            module.__dict__.pop(compiled.HANDLE, None)
         self._modules = []
 
 
@@ -271,7 +286,6 @@ def _layer_call(module: nn.Module, query: Tensor, scaling: float | None, kwargs:
     if module.training or kwargs.get("dropout"):
         raise UnsupportedModel("the model is in training mode; call model.eval()")
     window = kwargs.get("sliding_window") or 0
-    check_window(module, window)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return LayerCall(float(scale), int(window), float(kwargs.get("softcap") or 0.0), kwargs.get("s_aux"))
 

@@ -28,7 +28,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
-from distdec.hf.attention import KVPair, LayerCall
+from distdec.hf.attention import KVPair
+from distdec.hf.compiled import LayerCall
 from distdec.hf.padding import new_tokens
 from distdec.hf.sharding import merge_for
 from distdec.hf.support import UnsupportedModel, check_model

@@ -1,0 +1,113 @@
+"""Compiled layers give the tokens of the layers as they are, share their programs, and see attention as one operator.
+
+The tests trace with torch.compile and run what was traced operator by operator, which needs no C++ compiler; kernels
+made by Inductor are tested where a GPU is.
+"""
+
+import pytest
+import torch
+from hf_models import FAMILIES, tiny_model
+from tp_inputs import error, lively_model, packed, truth
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 150.0
+TOLERANCE = 2e-5
+
+
+def compiled_error(family, merge, want, kvp=1, tp=1, queries="auto"):
+    """Relative error of the logits against eager, infinite where a token differs; programs, calls, graph breaks."""
+    from torch._dynamo.utils import counters
+
+    from distdec import shard
+    from distdec.mesh import Mesh
+
+    torch.compiler.reset()
+    counters.clear()
+    with Mesh.create(kvp, tp, device="cpu") if kvp * tp > 1 else Mesh.single("cpu") as mesh:
+        model = lively_model(family, "distdec")
+        if kvp * tp > 1:
+            model = shard(model, mesh, queries=queries)
+        wrong = error(packed(model, mesh, merge, compiler="aot_eager"), want)
+    return wrong, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+def check(ranks, family):
+    [(wrong, programs, _)] = ranks(1).run(compiled_error, family, "auto", truth(family), timeout_s=TIMEOUT_S)
+    assert wrong <= TOLERANCE
+    assert programs >= 1
+
+
+# windows that alternate, sinks, and experts
+@pytest.mark.parametrize("family", ["gpt_oss"])
+def test_families_equal_eager(ranks, family):
+    check(ranks, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_family_equals_eager(ranks, family):
+    check(ranks, family)
+
+
+@pytest.mark.parametrize(("kvp", "tp", "merge", "queries"), [(2, 1, "all_to_all", "gather"), (1, 1, "auto", "auto")])
+def test_sharded_weights_equal_eager_and_layers_share_their_programs(ranks, kvp, tp, merge, queries):
+    for wrong, programs, breaks in ranks(kvp * tp).run(
+        compiled_error, "llama", merge, truth("llama"), kvp, tp, queries, timeout_s=TIMEOUT_S
+    ):
+        assert wrong <= TOLERANCE
+        # three layers, steps of 1 to 26 tokens: one program for a single token, one for all other numbers
+        assert programs <= 2
+        assert not breaks
+
+
+def layers_after_close():
+    """Whether the layers are compiled, and what their attention modules carry, while bound and after close()."""
+    from distdec.attention import DistributedAttention
+    from distdec.hf import bind_engine
+    from distdec.mesh import Mesh
+    from distdec.sharded_cache import ShardedCache
+
+    model = tiny_model("llama", "distdec")
+    cache = ShardedCache(Mesh.single("cpu"), num_layers=3, num_kv_heads=2, head_dim=16, max_tokens=64)
+    binding = bind_engine(model, DistributedAttention(Mesh.single("cpu"), cache))
+    binding.compile(backend="eager", options=None)
+    seen = []
+    for _ in range(2):
+        layers = model.model.layers
+        carried = sorted(name for name in vars(layers[2].self_attn) if name.startswith("_distdec"))
+        seen.append(([layer._compiled_call_impl is not None for layer in layers], carried))
+        binding.close()
+    return seen
+
+
+def test_close_leaves_the_model_as_it_was(ranks):
+    [(bound, closed)] = ranks(1).run(layers_after_close, timeout_s=TIMEOUT_S)
+    assert bound == ([True] * 3, ["_distdec_binding", "_distdec_handle"])
+    assert closed == ([False] * 3, [])
+
+
+@pytest.mark.gpu
+def test_kernels_made_by_inductor_equal_eager_in_graphs(tmp_path):
+    from distdec.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig
+    from distdec.engine import Engine
+    from distdec.mesh import Mesh
+    from distdec.request import SamplingParams
+    from distdec.runner import Runner
+    from launch.assets import tiny_model_folder
+    from launch.parity import load_reference, reference_tokens
+
+    folder = str(tiny_model_folder(tmp_path))
+    prompts = [list(range(3, 3 + n)) for n in (37, 5, 90)]
+    reference = load_reference(folder, "float32", "cuda")
+    config = Config(
+        model=ModelConfig(path=folder, dtype="float32"),
+        cache=CacheConfig(max_tokens=1024, min_chunk=16, max_chunk=64),
+        scheduler=SchedulerConfig(prefill_slice=32, token_budget=64, max_rows=4),
+        backend=BackendConfig(graphs="on", compile="on"),
+    )
+    engine = Engine(Runner.load(folder, Mesh.single("cuda"), config), config.scheduler)
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    done = engine.generate([(prompt, params) for prompt in prompts])
+    engine.close()
+    assert [list(one.token_ids) for one in done] == [reference_tokens(reference, p, 24) for p in prompts]
