@@ -21,7 +21,6 @@ from distdec.merge_modes import (
     alone,
     check_partial,
     column_range,
-    finish,
     mask_by_length,
     padded_columns,
 )
@@ -127,18 +126,17 @@ def simulate(
     Bits equal those of real ranks in all_gather and all_to_all; where a library reduces, its order may differ.
     """
     for partial in partials:
-        check_partial(partial)
+        check_partial(partial, sinks)
     size = len(partials)
     program = MODES[mode].program if size > 1 else alone
     places = [Place(rank, size, TRANSPORTS[transport]) for rank in range(size)]
-    ranks = [program(partial, place) for partial, place in zip(partials, places, strict=True)]
+    ranks = [program(partial, place, sinks, out_dtype) for partial, place in zip(partials, places, strict=True)]
     answers = [None] * size
     while True:
         asked, results = zip(*map(advance, ranks, answers), strict=True)
         if None in asked:
             assert None not in results, "ranks must enter the same number of collectives"
-            together = zip(results, partials, places, strict=True)
-            return [finish(merged, partial, place, sinks, out_dtype) for merged, partial, place in together]
+            return list(results)
         kind, first = asked[0]
         assert all(k == kind and t.shape == first.shape for k, t in asked), "ranks must enter the same collective"
         answers = _simulated(kind, torch.stack([tensor for _, tensor in asked]))

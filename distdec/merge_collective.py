@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+from functools import partial as bind
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distdec.merge_modes import MODES, Merge, Merged, Place, Program, alone, check_partial, finish
+from distdec.merge_modes import MODES, REFERENCE, Merge, Merged, Ops, Place, Program, alone, check_partial
 from distdec.mesh import Mesh, all_gather, reduce_scatter
 from distdec.ops.partial import Partial
 
@@ -19,27 +22,46 @@ def advance(steps: Program, answer: Tensor | None) -> tuple[tuple[str, Tensor] |
         return None, done.value
 
 
-class CollectiveMerge(Merge):
-    """Run a mode's program with `torch.distributed` over the mesh's kvp group."""
+def kernel_ops() -> Ops:
+    """Return the ops that run in a launch each."""
+    # imported here: the reference runs where Triton is not installed
+    from distdec.ops.combine_triton import fold_ranks
+    from distdec.ops.launch_triton import Plans
+    from distdec.ops.packed_triton import pack
 
-    def __init__(self, mode: str, mesh: Mesh, wire: torch.dtype, reason: str) -> None:
+    plans = Plans()
+    return Ops(bind(pack, plans=plans), bind(fold_ranks, plans=plans), True)
+
+
+class CollectiveMerge(Merge):
+    """Run a mode's program with `torch.distributed` over the mesh's kvp group.
+
+    Args:
+        ops: of the modes that send packed partials; None takes kernels on a GPU, the reference elsewhere.
+    """
+
+    def __init__(self, mode: str, mesh: Mesh, wire: torch.dtype, reason: str, ops: Ops | None = None) -> None:
+        if ops is None:
+            on_gpu = mesh.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+            ops = kernel_ops() if on_gpu else REFERENCE
         self.mode = mode
         self.reason = reason
         self.replicated = MODES[mode].replicated
         self.calls = 0
         self.mesh = mesh
-        self._place = Place(mesh.kvp_rank, mesh.kvp_size, wire)
+        self._place = Place(mesh.kvp_rank, mesh.kvp_size, wire, ops)
         self._program = MODES[mode].program if mesh.kvp_size > 1 else alone
 
     def __call__(
         self, partial: Partial, *, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Merged:
-        check_partial(partial)
-        steps = self._program(partial, self._place)
+        check_partial(partial, sinks)
+        steps = self._program(partial, self._place, sinks, out_dtype)
         asked, merged = advance(steps, None)
         while asked is not None:
             asked, merged = advance(steps, self._collective(*asked))
-        return finish(merged, partial, self._place, sinks, out_dtype)
+        assert merged is not None
+        return merged
 
     def _collective(self, kind: str, mine: Tensor) -> Tensor:
         """Enter one collective. The result lies in a reused buffer, in `mine` for the all-reduces."""

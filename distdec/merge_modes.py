@@ -20,8 +20,8 @@ has keys makes that token NaN, all its heads, on every rank, and touches no othe
 NaN, so a flag is summed along (or the LSE travels as NaN where ranks see each other's). Sums run in rank order, the own
 partial included as it was sent, so replicated results have the same bits on all ranks.
 
-Kernels that finish a row themselves (`one_shot`, and one rank alone) fail the row (token, head), not the token's other
-heads: an output projection spreads it over the token anyway.
+Kernels that finish a row themselves (all_gather and all_to_all on a GPU, `one_shot`, one rank alone) fail the row
+(token, head), not the token's other heads: an output projection spreads it over the token anyway.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 
 from distdec.mesh import Mesh
+from distdec.ops.combine import fold_ranks
+from distdec.ops.packed import Packing, pack
 from distdec.ops.partial import Partial
 
 # a scatter mode's columns come in multiples of this, so that an output projection's slice suits the matrix unit
@@ -81,13 +83,25 @@ def mask_by_length(partial: Partial, local_len: Tensor) -> Partial:
     return Partial(partial.out.masked_fill(empty.unsqueeze(-1), 0.0), partial.lse.masked_fill(empty, _NEG_INF))
 
 
-class Place:
-    """What a mode knows of where it runs: rank, number of ranks, dtype on the wire, and reusable buffers."""
+class Ops(NamedTuple):
+    """The ops of modes that send packed partials; `kernels` tells those on the device from the reference."""
 
-    def __init__(self, rank: int, size: int, wire: torch.dtype) -> None:
+    pack: Callable[..., None]
+    fold_ranks: Callable[..., None]
+    kernels: bool
+
+
+REFERENCE = Ops(pack, fold_ranks, False)
+
+
+class Place:
+    """What a mode knows of where it runs: rank, number of ranks, dtype on the wire, ops, and reusable buffers."""
+
+    def __init__(self, rank: int, size: int, wire: torch.dtype, ops: Ops = REFERENCE) -> None:
         self.rank = rank
         self.size = size
         self.wire = wire
+        self.ops = ops
         self._storage: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
         self._heads: dict[tuple[int, int, int, torch.device], Tensor] = {}
 
@@ -157,18 +171,6 @@ def _weights(lses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return weights, _nonzero(denominator), top + torch.log(denominator)
 
 
-def _words(lse: Tensor, wire: torch.dtype) -> int:
-    """Elements of the wire dtype that hold this LSE's float32 bits."""
-    return lse.numel() * 4 // wire.itemsize
-
-
-def _lse_part(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """View the float32 LSE at the front of packed rows of the wire dtype: its bits travel, no rounding."""
-    numel = shape[0] * shape[1]
-    front = packed[..., : numel * 4 // packed.element_size()]
-    return front.view(torch.float32).unflatten(-1, tuple(shape))
-
-
 def _all_reduce(partial: Partial, place: Place) -> Program:
     """MAX of lse, then one SUM of [numerator | denominator | flag]: two collectives, replicated.
 
@@ -195,22 +197,6 @@ def _all_reduce(partial: Partial, place: Place) -> Program:
     lse = top + torch.log(denominator)
     nan = float("nan")
     return Merged(out.flatten(1).masked_fill(flag, nan), lse.masked_fill(flag, nan), (0, num_columns))
-
-
-def _all_gather(partial: Partial, place: Place) -> Program:
-    """One collective of packed [lse | out], combined on every rank in rank order: replicated, R partials received."""
-    out, lse = _marked(partial)
-    words = _words(lse, place.wire)
-    length = words + out.numel()
-    length += length % 2  # so that the LSE of the next rank's row stays aligned to its 4 bytes
-    packed = place.buffer("mine", (length,), place.wire, out.device)
-    _lse_part(packed, lse.shape).copy_(lse)
-    packed[words : words + out.numel()].view(out.shape).copy_(out)
-    rows = yield "gather", packed
-    weights, denominator, merged_lse = _weights(_lse_part(rows, lse.shape))
-    outs = rows[:, words : words + out.numel()].unflatten(1, tuple(out.shape))
-    merged = _fold(outs, weights.unsqueeze(-1)) / denominator.unsqueeze(-1)
-    return Merged(merged.flatten(1), merged_lse, (0, merged.shape[1] * merged.shape[2]))
 
 
 def _weighted(partial: Partial, place: Place) -> Generator[tuple[str, Tensor], Tensor, tuple[Tensor, Tensor]]:
@@ -247,24 +233,45 @@ def _reduce_scatter(partial: Partial, place: Place) -> Program:
     return Merged(mine[:, : stop - start].float(), lse, (start, stop))
 
 
-def _all_to_all(partial: Partial, place: Place) -> Program:
+def _exchange(
+    kind: str, partial: Partial, place: Place, sinks: Tensor | None, out_dtype: torch.dtype | None
+) -> Program:
+    """One collective of packed partials, folded by every receiver in rank order, sinks included."""
+    # the reference fails whole tokens, the kernels rows of them
+    out, lse = partial if place.ops.kernels else _marked(partial)
+    num_tokens, num_heads, head_dim = out.shape
+    width = num_heads * head_dim
+    columns, num_messages = (0, width), 1
+    if kind == "all_to_all":
+        columns = column_range(width, place.size, place.rank)
+        width, num_messages = padded_columns(width, place.size), place.size
+    packing = Packing(num_tokens, num_heads, head_dim, width, place.wire)
+    sent = place.buffer("sent", (num_messages, packing.num_bytes), torch.uint8, out.device)
+    place.ops.pack(out, lse, sent, packing)
+    rows = yield kind, (sent if kind == "all_to_all" else sent[0])
+    lses, scales, outs = packing.parts(rows)
+    merged = torch.empty((num_tokens, columns[1] - columns[0]), dtype=out_dtype or torch.float32, device=out.device)
+    merged_lse = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=out.device)
+    how = {"sinks": sinks, "scales": scales, "head_dim": head_dim, "first_column": columns[0]}
+    place.ops.fold_ranks(outs, lses, out=merged, lse=merged_lse, **how)
+    return Merged(merged, merged_lse, columns)
+
+
+def _all_gather(
+    partial: Partial, place: Place, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Program:
+    """One collective of packed partials, combined on every rank in rank order: replicated, R partials received."""
+    return (yield from _exchange("gather", partial, place, sinks, out_dtype))
+
+
+def _all_to_all(
+    partial: Partial, place: Place, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Program:
     """One collective: rank r is sent its columns of this rank's out, and all of this rank's LSEs."""
-    out, lse = _marked(partial)
-    num_tokens, num_columns = out.flatten(1).shape
-    width = padded_columns(num_columns, place.size)
-    words = _words(lse, place.wire)
-    packed = place.buffer("rows", (place.size, words + num_tokens * width), place.wire, out.device)
-    _lse_part(packed, lse.shape).copy_(lse)
-    _by_columns(packed[:, words:].unflatten(1, (num_tokens, width)), out)
-    rows = yield "all_to_all", packed
-    weights, denominator, merged_lse = _weights(_lse_part(rows, lse.shape))
-    start, stop = column_range(num_columns, place.size, place.rank)
-    heads = place.heads_of((start, stop), out.shape[2], out.device)
-    outs = rows[:, words:].unflatten(1, (num_tokens, width))[..., : stop - start]
-    return Merged(_fold(outs, weights[..., heads]) / denominator[:, heads], merged_lse, (start, stop))
+    return (yield from _exchange("all_to_all", partial, place, sinks, out_dtype))
 
 
-def alone(partial: Partial, place: Place) -> Program:
+def _alone(partial: Partial, place: Place) -> Program:
     """Apply the same rules to one rank's partial; no collective."""
     out, lse = _marked(partial)
     yield from ()
@@ -272,49 +279,66 @@ def alone(partial: Partial, place: Place) -> Program:
     return Merged(out.flatten(1), lse, (0, out.shape[1] * out.shape[2]))
 
 
+def _finished(program: Callable[[Partial, Place], Program]) -> Callable[..., Program]:
+    """Add the sinks and the cast to a program that leaves them out."""
+
+    def run(
+        partial: Partial, place: Place, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Program:
+        merged = yield from program(partial, place)
+        return _finish(merged, partial, place, sinks, out_dtype)
+
+    return run
+
+
+alone = _finished(_alone)
+
+
 class Mode(NamedTuple):
-    """What a mode is: its output form and its program, which is its simulated reference too."""
+    """What a mode is: its output form and its program, which is its simulated reference too.
+
+    A program takes a partial, a place, the sinks and the dtype of the output.
+    """
 
     replicated: bool
-    program: Callable[[Partial, Place], Program]
+    program: Callable[..., Program]
 
 
 # a mode with a kernel of its own names the program whose results it reproduces
 MODES = {
-    "all_reduce": Mode(True, _all_reduce),
+    "all_reduce": Mode(True, _finished(_all_reduce)),
     "all_gather": Mode(True, _all_gather),
-    "reduce_scatter": Mode(False, _reduce_scatter),
+    "reduce_scatter": Mode(False, _finished(_reduce_scatter)),
     "all_to_all": Mode(False, _all_to_all),
     "one_shot": Mode(True, _all_gather),
     "one_shot_scatter": Mode(False, _all_to_all),
 }
 
 
-def check_partial(partial: Partial) -> None:
-    """Refuse what is not a partial before any rank enters a collective."""
+def check_partial(partial: Partial, sinks: Tensor | None = None) -> None:
+    """Refuse what is not a partial, or sinks that do not fit it, before any rank enters a collective."""
     out, lse = partial
     if out.dim() != 3 or lse.shape != out.shape[:2] or not out.is_floating_point() or lse.dtype != torch.float32:
         raise ValueError(
             f"expected out [T, Hq, Dv] floating and lse [T, Hq] float32, got out {tuple(out.shape)} {out.dtype}, "
             f"lse {tuple(lse.shape)} {lse.dtype}"
         )
+    if sinks is not None and sinks.shape != out.shape[1:2]:
+        raise ValueError(f"expected sinks [{out.shape[1]}], one a query head, got {tuple(sinks.shape)}")
 
 
-def finish(
+def _finish(
     merged: Merged, partial: Partial, place: Place, sinks: Tensor | None, out_dtype: torch.dtype | None
 ) -> Merged:
     """Add the sinks, once: each is one more term exp(sink) of the denominator. Then cast."""
     out, lse, columns = merged
-    num_heads, head_dim = partial.out.shape[1:]
     if sinks is not None:
-        if sinks.shape != (num_heads,):
-            raise ValueError(f"expected sinks [{num_heads}], one a query head, got {tuple(sinks.shape)}")
         sinks = sinks.float()
         # out x exp(lse) / (exp(lse) + exp(sink)); rows without a key stay (0, -inf), also beside a sink of -inf
         empty = lse == _NEG_INF
         share = torch.sigmoid(lse - sinks).masked_fill(empty, 0.0)
         lse = torch.logaddexp(lse, sinks).masked_fill(empty, _NEG_INF)
-        out = out * share[:, place.heads_of(columns, head_dim, out.device)]
+        out = out * share[:, place.heads_of(columns, partial.out.shape[2], out.device)]
     return Merged(out.to(out_dtype or torch.float32), lse, columns)
 
 

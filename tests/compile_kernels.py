@@ -16,7 +16,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from distdec.ops import combine_triton, decode_triton, prefill_triton, schedule_triton, spans_triton, store_kv_triton
+from distdec.ops import (
+    combine_triton,
+    decode_triton,
+    packed_triton,
+    prefill_triton,
+    schedule_triton,
+    spans_triton,
+    store_kv_triton,
+)
+from distdec.ops.packed import Packing
 from distdec.ops.tables import KVTables
 
 TYPES = {
@@ -25,6 +34,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 """Triton's names of pointer types."""
 
@@ -175,6 +185,22 @@ def small_launches():
     ]
 
 
+def merge_launches(wire):
+    """The launches of a merge of four ranks around its collective, whole rows and a share of the columns."""
+    out, lse = torch.zeros(4, 8, 128), torch.zeros(4, 8)
+    found = []
+    for messages, columns in ((1, 1024), (4, 256)):
+        packing = Packing(4, 8, 128, columns, wire)
+        rows = torch.zeros(4, packing.num_bytes, dtype=torch.uint8)
+        lses, scales, outs = packing.parts(rows)
+        share = torch.zeros(4, columns, dtype=torch.bfloat16)
+        how = {"sinks": lse[0], "scales": scales, "head_dim": 128, "first_column": columns % 1024}
+        pack = lambda rows=rows[:messages], packing=packing: packed_triton.pack(out, lse, rows, packing)  # noqa: E731
+        fold = lambda a=outs, b=lses, c=share, h=how: combine_triton.fold_ranks(a, b, out=c, lse=lse, **h)  # noqa: E731
+        found += record(packed_triton, ["pack_kernel"], pack) + record(combine_triton, ["fold_ranks_kernel"], fold)
+    return found
+
+
 def launches(arch):
     """Everything that is compiled, by name."""
     device = HOPPER if arch == 90 else AMPERE
@@ -197,6 +223,8 @@ def launches(arch):
         "prefill, head size 256": prefill_launches([2048, 5], 16, 8, 256, device=device, softcap=50.0),
         "prefill, float32": prefill_launches([256, 40], 32, 8, 128, torch.float32, device=device),
         "small": small_launches(),
+        "merge": merge_launches(torch.float32),
+        "merge, bfloat16": merge_launches(torch.bfloat16),
     }
     return [(name, *launch) for name, calls in configurations.items() for launch in calls]
 

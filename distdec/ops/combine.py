@@ -50,36 +50,63 @@ def combine(
     return Partial(by_token(out), by_token(lse).squeeze(-1))
 
 
-def fold_ranks(outs: Tensor, lses: Tensor, *, out: Tensor, lse: Tensor, sinks: Tensor | None = None) -> None:
+def fold_ranks(
+    outs: Tensor,
+    lses: Tensor,
+    *,
+    out: Tensor,
+    lse: Tensor,
+    sinks: Tensor | None = None,
+    scales: Tensor | None = None,
+    head_dim: int = 0,
+    first_column: int = 0,
+) -> None:
     """Fold the partials of all ranks in rank order into what a layer hands on.
 
     With m the largest lse of a row and `w_r = exp(lse_r - m)`: `out = sum_r w_r out_r / (sum_r w_r + exp(sink - m))`,
     `lse = m + ln(sum_r w_r + exp(sink - m))`. A row (token, head) that holds NaN or +inf on some rank that has keys
     becomes NaN throughout, no other row does. Where no rank has a key: 0 and -inf, with sinks too.
 
+    Args:
+        scales: what each row was divided by on its way; None: by nothing.
+        head_dim, first_column: where `outs` and `out` are stretches of the flattened Hq x Dv columns: Dv, and the
+            first column. Faults in other columns are seen by the LSE alone, which `pack` has marked.
+
     Shapes:
         outs: [R, T, Hq, Dv] floating, dense but for the first stride; lses: [R, T, Hq] float32, natural log, likewise
         out: [T, Hq, Dv] in any floating dtype and lse: [T, Hq] float32, both written, dense
-        sinks: [Hq]
+        stretches: outs [R, T, W] and out [T, C] with C <= W; columns past C are padding
+        sinks: [Hq]; scales: as lses
 
     Notes:
         In-place: writes out and lse. Collective: none.
     """
+    num_columns = out.flatten(1).shape[1]
+    heads = torch.arange(first_column, first_column + num_columns, device=out.device) // (head_dim or outs.shape[-1])
+    values = outs.flatten(2)[..., :num_columns].float()
+    if scales is not None:
+        values = values * scales[..., heads]
     empty = lses == -math.inf
-    values = outs.float().masked_fill(empty[..., None], 0.0)
-    failed = ((~lses.isfinite() & ~empty) | ~values.isfinite().all(-1)).any(0)
+    values = values.masked_fill(empty[..., heads], 0.0)
+    faults = (~values.isfinite()).any(0).float()
+    failed = torch.zeros_like(lse).index_add_(1, heads, faults) > 0
+    failed |= (~lses.isfinite() & ~empty).any(0)
     top = lses.amax(0).masked_fill(failed, 0.0)
     base = top.masked_fill(top == -math.inf, 0.0)
     total, acc = torch.zeros_like(base), torch.zeros_like(values[0])
-    for rank_lse, rank_out in zip(lses, values, strict=True):
-        weight = torch.exp(rank_lse - base)
-        total, acc = total + weight, acc + rank_out * weight[..., None]
-    if sinks is not None:
-        total = total + torch.exp(sinks.float() - base) * (top != -math.inf)
+    for rank in range(len(lses)):
+        weight = torch.exp(lses[rank] - base)
+        total, acc = total + weight, acc + values[rank] * weight[:, heads]
     none = top == -math.inf
-    merged = (acc / total.masked_fill(none, 1.0)[..., None]).masked_fill(failed[..., None], math.nan)
-    out.copy_(merged)
-    lse.copy_((base + torch.log(total)).masked_fill(none, -math.inf).masked_fill(failed, math.nan))
+    merged = acc / total.masked_fill(none, 1.0)[:, heads]
+    merged_lse = (base + torch.log(total)).masked_fill(none, -math.inf)
+    if sinks is not None:
+        # out x exp(lse) / (exp(lse) + exp(sink)); rows without a key stay (0, -inf), also beside a sink of -inf
+        share = torch.sigmoid(merged_lse - sinks.float()).masked_fill(none, 0.0)
+        merged = merged * share[:, heads]
+        merged_lse = torch.logaddexp(merged_lse, sinks.float()).masked_fill(none, -math.inf)
+    out.copy_(merged.masked_fill(failed[:, heads], math.nan).view(out.shape))
+    lse.copy_(merged_lse.masked_fill(failed, math.nan))
 
 
 class DecodeWorkspace:

@@ -148,26 +148,42 @@ def combine_splits_kernel(
     tl.store(p_lse + i_out, lse2 * LN2)
 
 
-@triton.jit(do_not_specialize=["rank_stride", "rank_stride_lse"])
+@triton.jit(do_not_specialize=["rank_stride_lse", "num_columns"])
 def fold_ranks_kernel(
     p_in,
     p_in_lse,
+    p_scales,
     p_out,
     p_lse,
     p_sinks,
     rank_stride,
     rank_stride_lse,
+    first_column,
+    num_columns,
     RANKS: tl.constexpr,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SCALED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Fold one row (token, head) of every rank in rank order and finish it; LSEs are natural here."""
+    """Fold one row (token, head) of every rank in rank order and finish it; LSEs are natural here.
+
+    WIDTH: columns of a token in the input where it holds a stretch of them, `num_columns` from `first_column` on; 0
+    where rows are whole.
+    """
     i_out = tl.program_id(0)
     o_d = tl.arange(0, BLOCK_DV)
     m_d = o_d < DV
-    p_row = p_in + i_out.to(tl.int64) * DV
+    o_in = i_out.to(tl.int64) * DV + o_d
+    o_out = o_in
+    if WIDTH > 0:
+        token = (i_out // HEADS).to(tl.int64)
+        o_column = (i_out % HEADS) * DV + o_d - first_column
+        m_d = m_d & (o_column >= 0) & (o_column < num_columns)
+        o_in = token * WIDTH + o_column
+        o_out = token * num_columns + o_column
     top = tl.load(p_in_lse + i_out) * LOG2E
     for rank in tl.static_range(1, RANKS):
         top = tl.maximum(top, tl.load(p_in_lse + rank * rank_stride_lse.to(tl.int64) + i_out) * LOG2E)
@@ -175,8 +191,11 @@ def fold_ranks_kernel(
     total = 0.0
     b_acc = tl.zeros([BLOCK_DV], tl.float32)
     for rank in tl.static_range(RANKS):
-        lse2 = tl.load(p_in_lse + rank * rank_stride_lse.to(tl.int64) + i_out) * LOG2E
-        b_out = tl.load(p_row + rank * rank_stride.to(tl.int64) + o_d, mask=m_d, other=0.0).to(tl.float32)
+        o_lse = rank * rank_stride_lse.to(tl.int64) + i_out
+        lse2 = tl.load(p_in_lse + o_lse) * LOG2E
+        b_out = tl.load(p_in + rank * rank_stride.to(tl.int64) + o_in, mask=m_d, other=0.0).to(tl.float32)
+        if SCALED:
+            b_out *= tl.load(p_scales + o_lse)
         b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
         weight = tl.exp2(lse2 - base)
         total += weight
@@ -186,7 +205,8 @@ def fold_ranks_kernel(
     b_out, lse2 = finish_row(
         b_acc / total, base + tl.where(top == float("-inf"), top, tl.log2(total)), p_sinks + i_out % HEADS, HAS_SINKS
     )
-    tl.store(p_out + i_out.to(tl.int64) * DV + o_d, b_out.to(p_out.dtype.element_ty), mask=m_d)
+    # an LSE of NaN reaches the sum by its weight, in columns that are not here too
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_d)
     tl.store(p_lse + i_out, lse2 * LN2)
 
 
@@ -269,6 +289,9 @@ def fold_ranks(
     out: Tensor,
     lse: Tensor,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
+    head_dim: int = 0,
+    first_column: int = 0,
     plans: Plans | None = None,
 ) -> None:
     """Fold the partials of all ranks in rank order and finish them; see `distdec.ops.combine.fold_ranks`.
@@ -276,24 +299,26 @@ def fold_ranks(
     Args:
         plans: keeps the launch for the next call of these shapes.
     """
-    strides = (outs.stride(), lses.stride())
-    key = (fold_ranks, outs.shape, strides, outs.dtype, out.dtype, out.device, None if sinks is None else sinks.dtype)
+    options = (first_column, scales is not None, None if sinks is None else sinks.dtype)
+    shapes = (outs.shape, outs.stride(), lses.shape, lses.stride(), out.shape)
+    key = (fold_ranks, shapes, outs.dtype, out.dtype, out.device, head_dim, options)
     plans = Plans() if plans is None else plans
     launch = plans.get(key)
     if launch is None:
-        if outs[0].numel() and not (outs[0].is_contiguous() and lses[0].is_contiguous()):
-            raise ValueError(f"expected dense rows of each rank, got strides {strides[0]} and {strides[1]}")
-        num_ranks, tokens, heads, dim = outs.shape
+        num_ranks, tokens, heads = lses.shape
+        if outs[0].numel() and not (outs[0].is_contiguous() and lses[0].is_contiguous() and out.is_contiguous()):
+            raise ValueError(f"expected dense rows of each rank, got strides {outs.stride()} and {lses.stride()}")
+        dim, width = (head_dim, outs.shape[2]) if head_dim else (outs.shape[3], 0)
         block_dv = triton.next_power_of_2(dim)
         launch = Launch(
             fold_ranks_kernel,
             (tokens * heads,),
-            (outs.stride(0), lses.stride(0)),
-            (num_ranks, heads, dim, block_dv, sinks is not None),
+            (outs.stride(0), lses.stride(0), first_column, out.shape[1] if head_dim else heads * dim),
+            (num_ranks, heads, dim, block_dv, width, scales is not None, sinks is not None),
             num_warps=1 if block_dv <= 128 else 2,
         )
         plans.keep(key, launch)
-    launch(outs, lses, out, lse, lse if sinks is None else sinks)
+    launch(outs, lses, lses if scales is None else scales, out, lse, lse if sinks is None else sinks)
 
 
 def combine_block(num_units: int, num_spans: int, split_tiles: int, *, equal: bool = False) -> int:
