@@ -10,6 +10,7 @@ import pytest
 import torch
 from hf_models import FAMILIES, FURTHER, MAIN, left_padded, tiny_config, tiny_model
 
+from distdec.mesh import Mesh
 from distdec.ops.partial import Partial
 
 # the first body on a worker imports transformers, which takes a while on busy cores
@@ -22,6 +23,7 @@ class MetaAttention:
     """Stands in for `DistributedAttention` where no tensor has values; remembers what it was asked."""
 
     def __init__(self):
+        self.mesh = Mesh.single("cpu")
         self.calls = []
 
     def __call__(self, q, k, v, batch, layer, *, scale, window, softcap, sinks):
