@@ -21,9 +21,11 @@ from torch import Tensor
 
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.pool import KVPool
+from distdec.cache.sequence import ViewTable
 from distdec.ops.backends import OpsBackend
 from distdec.ops.spans import empty_schedule, max_partials
 from distdec.ops.tables import KVTables, Schedule
+from distdec.row_tables import NO_PADDING, Padding, RowTables, StepShape, cumulate, shape_of
 
 MAX_DECODE_TOKENS = 16
 """Most query tokens a row may have to run in the decode kernel: one tile of the matrix unit per group of 16 rows."""
@@ -59,7 +61,6 @@ class StepBatch:
     prefill: Section | None
     decode_tables: dict[int, KVTables]
     prefill_tables: dict[int, KVTables]
-    kv_lens: tuple[int, ...]
 
     def tables(self, section: str, window: int) -> KVTables:
         """Return the tables of one section for layers with this sliding window (0 = none).
@@ -128,14 +129,22 @@ class StepBuffers:
             self.windows = tuple(sorted({*self.windows, window}))
             self._grow(*self._capacity, force=True)
 
-    def fill(self, rows: Sequence[tuple[int, int]], *, q_len: int | None = None, pad_decode_rows: int = 0) -> StepBatch:
+    def fill(
+        self,
+        rows: Sequence[tuple[int, int]],
+        *,
+        q_len: int | None = None,
+        pad: Padding = NO_PADDING,
+        derive: bool = True,
+    ) -> StepBatch:
         """Describe a step whose new tokens are already reserved in the cache.
 
         Args:
             rows: (seq_id, number of new tokens); a row may have none. The new tokens are the sequence's last ones.
             q_len: query tokens of a decode row. The leading rows that have exactly this many run in the decode
                 kernel, the rest in the prefill kernel. Default: the first row's count where it is at most 16.
-            pad_decode_rows: pad the decode rows to this many with rows that hold nothing.
+            pad: to fill the step up with.
+            derive: cut the views into tiles now; otherwise `derive` has to be called before a layer attends.
 
         Notes:
             In-place: overwrites the batch returned before. Host sync: none, apart from waiting for the copy of the
@@ -143,28 +152,33 @@ class StepBuffers:
         """
         if q_len is None:
             q_len = rows[0][1] if rows and 1 <= rows[0][1] <= MAX_DECODE_TOKENS else 1
-        num_decode = 0
-        while num_decode < len(rows) and rows[num_decode][1] == q_len:
-            num_decode += 1
-        pad = max(0, pad_decode_rows - num_decode)
-        counts = np.array(
-            [n for _, n in rows[:num_decode]] + [q_len] * pad + [n for _, n in rows[num_decode:]], np.int64
-        )
-        seqs = [s for s, _ in rows[:num_decode]] + [None] * pad + [s for s, _ in rows[num_decode:]]
-        num_decode += pad
-        lens = np.array([0 if s is None else self.kv.length(s) for s in seqs], np.int64)
-        host_views = [None if s is None else self.kv.local_view_table(s, self.kvp_rank) for s in seqs]
-        num_views = sum(len(v) for v in host_views if v is not None)
-        self._grow(int(counts.sum()), len(seqs), num_views)
-        self._rotate_staging()
-        self._fill_tokens(seqs, counts, lens)
-        self._fill_tables(host_views, counts, lens, num_decode)
-        self._upload(num_views)
-        batch = self._batch(counts, lens, num_decode, q_len)
+        counts = [count for _, count in rows]
+        num_decode = next((i for i, count in enumerate(counts) if count != q_len), len(counts))
+        shape = shape_of(counts, num_decode, q_len, pad)
+        seqs = [seq for seq, _ in rows]
+        lens, tables = self.kv.local_rows(seqs, self.kvp_rank)
+        self._grow(shape.num_tokens, shape.decode_rows + shape.prefill_rows, sum(table.count for table in tables))
+        self._rows.update(tables)
+        self._fill_tokens(counts, lens, tables, num_decode, shape)
+        self._fill_tables(np.array(counts, np.int64), np.array(lens, np.int64), num_decode, shape)
+        self._upload(self._rows.total)
+        if self._made is None or self._made[0] != shape:
+            self._made = (shape, self._batch(shape))
+        batch = self._made[1]
+        if derive:
+            self.derive(batch)
+        return batch
+
+    def derive(self, batch: StepBatch) -> None:
+        """Cut the step's views into tiles and deal them to the decode programs, on the device, for all layers.
+
+        Notes:
+            Graph-safe: reads what `fill` has copied to the device. Host sync: none.
+        """
+        self.backend.derive_tiles(self.view_table, self.num_views, self.tile_tokens, self.tile_table)
         for tables in batch.decode_tables.values():
             if tables.schedule is not None and self.backend.derive_spans is not None:
                 self.backend.derive_spans(tables, tables.schedule)
-        return batch
 
     # the segments of the packed buffer, in int32 words; views come last so that a copy stops at the last used one
     def _grow(self, tokens: int, rows: int, views: int, *, force: bool = False) -> None:
@@ -187,87 +201,80 @@ class StepBuffers:
             self._segments[name] = (offset, size)
             offset += size
         pin = self.device.type == "cuda"
-        self._staging = [torch.zeros(offset, dtype=torch.int32, pin_memory=pin) for _ in range(2 if pin else 1)]
+        # filled in place from step to step; a device gets a copy by way of one of two staging buffers
+        self._host = torch.zeros(offset, dtype=torch.int32)
+        self._array = self._host.numpy()
+        self._words = torch.zeros(offset, dtype=torch.int32, device=self.device) if pin else self._host
+        self._staging = [torch.zeros(offset, dtype=torch.int32, pin_memory=True) for _ in range(2)] if pin else []
         self._copied: list[torch.cuda.Event | None] = [None] * len(self._staging)
         self._stage = 0
-        self._words = torch.zeros(offset, dtype=torch.int32, device=self.device) if pin else self._staging[0]
+        self._rows = RowTables(self._segment("views").reshape(-1, 4), self.tile_tokens)
+        self._made: tuple[StepShape, StepBatch] | None = None
         # a view of n tokens has at most n / tile_tokens + 1 tiles, and no view is longer than a chunk
         tiles = views * -(-self.kv.layout.max_chunk // self.tile_tokens)
         self.tile_table = torch.zeros(tiles, 4, dtype=torch.int32, device=self.device)
         self._grow_schedules()
         self.generation += 1
 
-    def _rotate_staging(self) -> None:
-        self._stage = (self._stage + 1) % len(self._staging)
-        event = self._copied[self._stage]
-        if event is not None:
-            event.synchronize()
-        self._host = self._staging[self._stage].numpy()
-
     def _segment(self, name: str) -> np.ndarray:
         offset, size = self._segments[name]
-        return self._host[offset : offset + size]
+        return self._array[offset : offset + size]
 
     def _device_segment(self, name: str, start: int, size: int) -> Tensor:
         offset = self._segments[name][0] + start
         return self._words[offset : offset + size]
 
-    def _fill_tokens(self, seqs: list[int | None], counts: np.ndarray, lens: np.ndarray) -> None:
-        slots = self._segment("slots").view(np.int64)
-        positions = self._segment("positions")
-        at = 0
-        for seq, count, length in zip(seqs, counts.tolist(), lens.tolist(), strict=True):
-            stop = at + count
-            if seq is None:
-                slots[at:stop], positions[at:stop] = -1, -1
-            elif count:
-                slots[at:stop] = self.kv.slots(seq, length - count, length, self.kvp_rank)
-                positions[at:stop] = np.arange(length - count, length)
+    def _fill_tokens(
+        self, counts: list[int], lens: list[int], tables: list[ViewTable], num_decode: int, shape: StepShape
+    ) -> None:
+        slots = self._segment("slots")[: 2 * shape.num_tokens].view(np.int64)
+        positions = self._segment("positions")[: shape.num_tokens]
+        slots[:], positions[:] = -1, -1
+        first = at = 0
+        if shape.q_len == 1:
+            first = at = num_decode
+            ends = np.array(lens, np.int64)
+            positions[:at] = ends[:at] - 1
+            slots[:at] = self._rows.last_slots(ends)[:at]
+        for row in range(first, len(counts)):
+            if row == num_decode:
+                at = shape.decode_tokens
+            stop, length = at + counts[row], lens[row]
+            slots[at:stop] = tables[row].slots(length - counts[row], length)
+            positions[at:stop] = np.arange(length - counts[row], length)
             at = stop
 
-    def _fill_tables(
-        self, views: list[np.ndarray | None], counts: np.ndarray, lens: np.ndarray, num_decode: int
-    ) -> None:
-        sizes = np.array([0 if v is None else len(v) for v in views], np.int64)
-        total = int(sizes.sum())
-        table = self._segment("views").reshape(-1, 4)[:total]
-        if total:
-            table[:, :3] = np.concatenate([v for v in views if v is not None and len(v)])
-        tiles = -(-table[:, 1].astype(np.int64) // self.tile_tokens)
-        ends = np.cumsum(tiles)
-        table[:, 3] = ends - tiles
-        self._segment("num_views")[0] = total
-        row_views = np.concatenate([[0], np.cumsum(sizes)])
-        row_tiles = np.concatenate([[0], ends])[row_views]
+    def _fill_tables(self, counts: np.ndarray, lens: np.ndarray, num_decode: int, shape: StepShape) -> None:
+        self._segment("num_views")[0] = self._rows.total
+        ends = self._rows.tiles[1:]
         for window in self.windows:
-            begin = row_tiles[:-1].copy()
-            if window:
-                for row in np.flatnonzero(sizes):
-                    reach = int(lens[row] - counts[row]) - window + 1
-                    part = table[row_views[row] : row_views[row + 1]]
-                    begin[row] += _tiles_before(part, reach, self.tile_tokens, int(row_tiles[row]))
+            begins = self._rows.tiles[:-1] if not window else self._rows.tiles_from(lens - counts - window + 1)
             ranges = self._segment(f"ranges/{window}").reshape(-1, 2)
-            ranges[: len(views), 0], ranges[: len(views), 1] = begin, row_tiles[1:]
-            spans = row_tiles[1:] - begin
             cum = self._segment(f"cum/{window}")
             half = len(cum) // 2
-            cum[0], cum[half] = 0, 0
-            cum[1 : num_decode + 1] = np.cumsum(spans[:num_decode])
-            cum[half + 1 : half + 1 + len(views) - num_decode] = np.cumsum(spans[num_decode:])
+            for some, first, rows, at in shape.sections(num_decode, len(counts), half):
+                stop = first + some.stop - some.start
+                ranges[first:stop, 0], ranges[first:stop, 1] = begins[some], ends[some]
+                ranges[stop : first + rows] = 0
+                cumulate(cum[at : at + rows + 1], ends[some] - begins[some])
         indptr = self._segment("q_indptr")
-        half = len(indptr) // 2
-        indptr[0], indptr[half] = 0, 0
-        indptr[1 : num_decode + 1] = np.cumsum(counts[:num_decode])
-        indptr[half + 1 : half + 1 + len(views) - num_decode] = np.cumsum(counts[num_decode:])
+        for some, _, rows, at in shape.sections(num_decode, len(counts), len(indptr) // 2):
+            cumulate(indptr[at : at + rows + 1], counts[some])
 
     def _upload(self, num_views: int) -> None:
-        if self._words is not self._staging[0]:
-            used = self._segments["views"][0] + 4 * num_views
-            self._words[:used].copy_(self._staging[self._stage][:used], non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            self._copied[self._stage] = event
-        self.backend.derive_tiles(self.view_table, self.num_views, self.tile_tokens, self.tile_table)
+        if not self._staging:
+            return
+        self._stage = (self._stage + 1) % len(self._staging)
+        event = self._copied[self._stage]
+        if event is None:
+            event = self._copied[self._stage] = torch.cuda.Event()
+        else:
+            event.synchronize()
+        used = self._segments["views"][0] + 4 * num_views
+        staging = self._staging[self._stage][:used]
+        staging.copy_(self._host[:used])
+        self._words[:used].copy_(staging, non_blocking=True)
+        event.record()
 
     @property
     def view_table(self) -> Tensor:
@@ -279,28 +286,24 @@ class StepBuffers:
         """[1] int32 on the device: views of this step."""
         return self._device_segment("num_views", 0, 1)
 
-    def _batch(self, counts: np.ndarray, lens: np.ndarray, num_decode: int, q_len: int) -> StepBatch:
-        total = int(counts.sum())
-        rows = len(counts)
-        slots = self._device_segment("slots", 0, 2 * total).view(torch.int64)
-        decode_tokens = num_decode * q_len
+    def _batch(self, shape: StepShape) -> StepBatch:
         half = self._segments["q_indptr"][1] // 2
         decode = prefill = None
-        if decode_tokens:
-            decode = Section(0, decode_tokens, num_decode, q_len, self._device_segment("q_indptr", 0, num_decode + 1))
-        if total > decode_tokens:
-            longest = int(counts[num_decode:].max())
-            indptr = self._device_segment("q_indptr", half, rows - num_decode + 1)
-            prefill = Section(decode_tokens, total - decode_tokens, rows - num_decode, longest, indptr)
+        if shape.decode_tokens:
+            indptr = self._device_segment("q_indptr", 0, shape.decode_rows + 1)
+            decode = Section(0, shape.decode_tokens, shape.decode_rows, shape.q_len, indptr)
+        if tokens := shape.num_tokens - shape.decode_tokens:
+            indptr = self._device_segment("q_indptr", half, shape.prefill_rows + 1)
+            prefill = Section(shape.decode_tokens, tokens, shape.prefill_rows, shape.longest, indptr)
+        rows = shape.decode_rows
         return StepBatch(
-            num_tokens=total,
-            slot_mapping=slots,
-            q_positions=self._device_segment("positions", 0, total),
+            num_tokens=shape.num_tokens,
+            slot_mapping=self._device_segment("slots", 0, 2 * shape.num_tokens).view(torch.int64),
+            q_positions=self._device_segment("positions", 0, shape.num_tokens),
             decode=decode,
             prefill=prefill,
-            decode_tables={w: self._scheduled(w, self._tables(w, 0, num_decode, 0), q_len) for w in self.windows},
-            prefill_tables={w: self._tables(w, num_decode, rows - num_decode, 1) for w in self.windows},
-            kv_lens=tuple(lens.tolist()),
+            decode_tables={w: self._scheduled(w, self._tables(w, 0, rows, 0), shape.q_len) for w in self.windows},
+            prefill_tables={w: self._tables(w, rows, shape.prefill_rows, 1) for w in self.windows},
         )
 
     def _tables(self, window: int, first_row: int, num_rows: int, section: int) -> KVTables:
@@ -334,20 +337,6 @@ class StepBuffers:
         heads, (entries, ranges) = self._pool.num_kv_heads, self._schedules[window]
         used = spans + max_partials(spans, rows, heads, 0)
         return tables._replace(schedule=Schedule(entries[:used], ranges[: rows * heads], heads, spans))
-
-
-def _tiles_before(views: np.ndarray, position: int, tile_tokens: int, first_tile: int) -> int:
-    """Count a row's leading tiles that hold only keys before `position`.
-
-    Example: views `[[0, 300, 0, 5]]`, tiles of 128, position 256: tiles 5 and 6 end at tokens 128 and 256, so 2.
-    """
-    ends = views[:, 2] + views[:, 1]
-    view = int(np.searchsorted(ends, position, side="right"))
-    if view == len(views):
-        last = views[-1]
-        return int(last[3]) - first_tile + -(-int(last[1]) // tile_tokens)
-    inside = max(0, position - int(views[view, 2])) // tile_tokens
-    return int(views[view, 3]) - first_tile + inside
 
 
 def _round_up(n: int) -> int:

@@ -15,6 +15,8 @@ from torch import Tensor
 from distdec.batch import StepBatch
 from distdec.graphs import GraphKey, StepGraphs, row_buckets
 from distdec.hf.attention import EngineBinding
+from distdec.request import StepPlan
+from distdec.row_tables import NO_PADDING, Padding
 from distdec.sharded_cache import ShardedCache
 
 
@@ -23,6 +25,8 @@ class DecodeGraphs:
 
     Args:
         binding: the model on its attention; the merge and its buffers live as long as the graphs.
+        inputs: token ids, positions and needed tokens of a step, [3, capacity] int64; a captured step reads its first
+            columns where they are.
         max_rows: most rows of a step.
         max_tokens: most tokens of any step, eager ones too: the buffers are made for it now, and never move.
         progress: called with the number of captured steps, and of all.
@@ -34,6 +38,7 @@ class DecodeGraphs:
     def __init__(
         self,
         binding: EngineBinding,
+        inputs: Tensor,
         *,
         max_rows: int,
         max_tokens: int,
@@ -54,56 +59,61 @@ class DecodeGraphs:
             checks=[check] if (check := getattr(merge, "check", None)) else (),
             keep=[binding.attention],
         )
-        self._wanted = torch.arange(max_rows, dtype=torch.int64, device=mesh.device)
+        self._inputs = inputs
         # forwards launched from Python: a replay is none
         self.num_forwards = 0
         self._capture(progress)
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> None:
         steps = {}
-        # every fill holds nothing but padding, the last one for all rows: any of the steps may then warm up
+        # the widest key last, as the buffers then hold its rows: any of the steps may then warm up
         for rows in self.buckets:
-            batch = self.cache.buffers.fill([], q_len=1, pad_decode_rows=rows)
-            ids, positions = torch.zeros(2, rows, dtype=torch.int64, device=self._wanted.device)
-            steps[GraphKey(rows)] = (self._step_of(batch), (ids, positions, self._wanted[:rows]))
+            pad = Padding(rows)
+            batch = self.cache.buffers.fill([], q_len=1, pad=pad)
+            steps[GraphKey(rows)] = (self._step_of(batch), tuple(words[:rows] for words in self._inputs))
+        self._inputs.zero_()
         with torch.no_grad():
             self._graphs.capture(steps, progress)
 
     def _step_of(self, batch: StepBatch) -> Callable[..., Tensor]:
         # the batch of a padded step has the same addresses every time, so this one serves all later ones
-        def step(ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-            return self._forward(ids, positions, wanted, batch)
+        def step(ids: Tensor, positions: Tensor, needed: Tensor) -> Tensor:
+            return self._forward(ids, positions, needed, batch)
 
         return step
 
-    def _forward(self, ids: Tensor, positions: Tensor, wanted: Tensor, batch: StepBatch) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, needed: Tensor, batch: StepBatch) -> Tensor:
         self.num_forwards += 1
+        # part of the captured step: two launches less
+        self.cache.buffers.derive(batch)
         self.binding.set_step(batch)
-        return self.binding.forward(ids, positions, logits_to_keep=wanted)
+        return self.binding.forward(ids, positions, logits_to_keep=needed)
 
-    def pad(self, num_rows: int) -> int:
-        """Return the row count to which a step of `num_rows` decode rows is padded."""
-        key = self._graphs.pick(num_rows)
-        return num_rows if key is None else key.rows
+    def padding(self, plan: StepPlan) -> Padding:
+        """Return up to what a step is padded; the same on every rank, as nothing but the plan counts."""
+        if not plan.decode_only:
+            return NO_PADDING
+        key = self._graphs.pick(len(plan.rows))
+        return NO_PADDING if key is None else Padding(key.rows)
 
     @property
     def stale(self) -> bool:
         """Whether this rank's buffers had to move. Its steps then run eagerly, padded as on the other ranks."""
         return self.cache.buffers.generation != self._generation
 
-    def run(self, ids: Tensor, positions: Tensor, batch: StepBatch) -> Tensor:
-        """Run a padded decode step and return the logits of all its rows.
+    def run(self, pad: Padding, inputs: tuple[Tensor, Tensor, Tensor], batch: StepBatch) -> Tensor:
+        """Run a padded step and return the logits of its needed tokens, padding included.
 
         Shapes:
-            ids, positions: [rows] int64; returns [rows, vocabulary], valid until the next step
+            inputs: token ids [T], positions [T] and needed tokens [N], int64, padded
+            returns [N, vocabulary], valid until the next step
 
         Notes:
             In-place: writes the pool. Collective: as the model's forward. Host sync: none.
         """
-        rows = len(ids)
         if self.stale:
-            return self._forward(ids, positions, self._wanted[:rows], batch)
-        return self._graphs.replay(GraphKey(rows), ids, positions, self._wanted[:rows])
+            return self._forward(*inputs, batch)
+        return self._graphs.replay(GraphKey(pad.decode_rows), *inputs)
 
     def close(self) -> None:
         """Drop the graphs; before the merge and the process group go."""

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from distdec.config import SchedulerConfig
 from distdec.detokenize import TextStream
 from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
+from distdec.row_tables import NO_PADDING
 from distdec.runner import Runner
 from distdec.sampling import SamplingRow, sample
 from distdec.scheduler import Scheduler
@@ -49,8 +50,7 @@ class Completion:
     total_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class StepEvent:
+class StepEvent(NamedTuple):
     """One request's share of a step: its new token and the text that became certain, and why it ended, if it did."""
 
     request_id: int
@@ -78,6 +78,8 @@ class _Live:
 
     seed: int
     text: TextStream | None
+    # greedy without a penalty: the logits are all that counts
+    plain: bool
     added: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
 
@@ -143,7 +145,7 @@ class Engine:
         params = request.sampling
         text = None if self.tokenizer is None else TextStream(self._decode, params.stop)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        self._live[request.request_id] = _Live(seed, text)
+        self._live[request.request_id] = _Live(seed, text, params.greedy and params.repetition_penalty == 1.0)
         return request.request_id
 
     def check(self, request: Request) -> None:
@@ -196,45 +198,52 @@ class Engine:
             self.replay.admit(plan)
         if not plan.rows:
             return None
-        rows = [(row.request_id, row.num_tokens) for row in plan.rows]
-        batch = self.cache.begin_step(rows, q_len=1, pad_decode_rows=self.runner.padded_rows(plan))
+        rows = [(row.request_id, len(row.token_ids)) for row in plan.rows]
+        pad = self.runner.padding(plan)
+        batch = self.cache.begin_step(rows, q_len=1, pad=pad, derive=pad == NO_PADDING)
         self.peak_tokens = max(self.peak_tokens, self.cache.kv.held_tokens(self.mesh.kvp_rank))
         return batch
 
     def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[int, int | None]:
         needed = [row.request_id for row in plan.rows if row.needs_logits]
-        rows = []
-        for request_id in needed:
-            # a request may have been cancelled while its step ran; its token is dropped at commit
-            state = self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
-            params = state.request.sampling
-            seen: Sequence[int] = ()
-            if params.repetition_penalty != 1.0:
-                seen = (*state.request.prompt_ids, *state.output_ids)
-            rows.append(SamplingRow(params, self._live[request_id].seed, len(state.output_ids), seen))
+        rows = [None if self._live[i].plain else self._sampling_row(i) for i in needed]
         return dict(zip(needed, sample(logits, rows), strict=True))
+
+    def _sampling_row(self, request_id: int) -> SamplingRow:
+        # a request may have been cancelled while its step ran; its token is dropped at commit
+        state = self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
+        params = state.request.sampling
+        seen: Sequence[int] = ()
+        if params.repetition_penalty != 1.0:
+            seen = (*state.request.prompt_ids, *state.output_ids)
+        return SamplingRow(params, self._live[request_id].seed, len(state.output_ids), seen)
 
     def _commit(self, plan: StepPlan, tokens: dict[int, int | None]) -> StepResult:
         if not self.mesh.is_leader:
             return StepResult(plan)
-        texts = {request_id: self._push(request_id, token) for request_id, token in tokens.items()}
-        stopped = {i for i in tokens if (text := self._live[i].text) is not None and text.stopped}
+        texts, stopped = self._push(tokens)
         events = []
-        for event in self.scheduler.commit(plan, tokens, stopped):
-            text = texts[event.request_id]
-            live = self._live[event.request_id]
-            if event.finish_reason is not None and live.text is not None:
-                text += live.text.finish()
-            events.append(StepEvent(event.request_id, event.token_id, text, event.finish_reason))
+        for request_id, token, reason in self.scheduler.commit(plan, tokens, stopped):
+            text = texts.get(request_id, "")
+            if reason is not None and (stream := self._live[request_id].text) is not None:
+                text += stream.finish()
+            events.append(StepEvent(request_id, token, text, reason))
         finished = [request_id for request_id in self.scheduler.finished if request_id in self._live]
-        return StepResult(plan, tuple(events), tuple(self._complete(request_id) for request_id in finished))
+        return StepResult(plan, tuple(events), tuple([self._complete(request_id) for request_id in finished]))
 
-    def _push(self, request_id: int, token: int | None) -> str:
-        live = self._live[request_id]
-        if token is None:
-            return ""
-        live.first_token = live.first_token or time.perf_counter()
-        return "" if live.text is None else live.text.push(token)
+    def _push(self, tokens: dict[int, int | None]) -> tuple[dict[int, str], set[int]]:
+        """Return the text that new tokens make certain, and the requests whose text met a stop string."""
+        now, texts, stopped = time.perf_counter(), {}, set()
+        for request_id, token in tokens.items():
+            live = self._live[request_id]
+            stream = live.text
+            if token is not None:
+                live.first_token = live.first_token or now
+                if stream is not None:
+                    texts[request_id] = stream.push(token)
+            if stream is not None and stream.stopped:
+                stopped.add(request_id)
+        return texts, stopped
 
     def _complete(self, request_id: int) -> Completion:
         live, state = self._live.pop(request_id), self.scheduler.forget(request_id)

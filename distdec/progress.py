@@ -1,6 +1,8 @@
 """How far a request has got, and what the scheduler says about it. Integers only, no torch."""
 
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 from distdec.request import FinishReason, Request
 
@@ -11,6 +13,10 @@ class RequestState:
 
     Attributes:
         order: requests are served by it: arrival in seconds, later by the priority, then a running number.
+        request_id: the request's.
+        num_prompt: tokens of the prompt.
+        max_new: most tokens to generate.
+        expires: when it is ended wherever it stands.
         cold: it may not start on cached pages, which can pin more frames than it can do without.
     """
 
@@ -23,13 +29,21 @@ class RequestState:
     cold: bool = False
     finish_reason: FinishReason | None = None
 
+    def __post_init__(self) -> None:
+        """Note what is asked for in every step."""
+        timeout = self.request.timeout_s
+        self.request_id = self.request.request_id
+        self.num_prompt = len(self.request.prompt_ids)
+        self.max_new = self.request.sampling.max_new_tokens
+        self.expires = inf if timeout is None else self.arrived + timeout
+
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_ids) + len(self.output_ids)
+        return self.num_prompt + len(self.output_ids)
 
     @property
     def num_outstanding(self) -> int:
-        return self.num_tokens - self.num_computed
+        return self.num_prompt + len(self.output_ids) - self.num_computed
 
     def num_to_reserve(self, reserve: int) -> int:
         """Return the tokens to keep room for: what is outstanding and `reserve` more, if it may get that far."""
@@ -37,15 +51,14 @@ class RequestState:
 
     def next_ids(self, count: int) -> tuple[int, ...]:
         """Return the next `count` token ids to compute."""
-        prompt, at = self.request.prompt_ids, self.num_computed
-        if at >= len(prompt):
-            return tuple(self.output_ids[at - len(prompt) : at - len(prompt) + count])
-        ids = prompt[at : at + count]
+        at = self.num_computed
+        if at >= self.num_prompt:
+            return tuple(self.output_ids[at - self.num_prompt : at - self.num_prompt + count])
+        ids = self.request.prompt_ids[at : at + count]
         return ids + tuple(self.output_ids[: count - len(ids)])
 
 
-@dataclass(frozen=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One request's share of a step's result: a new token, or the reason it ended without one."""
 
     request_id: int

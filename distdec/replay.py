@@ -37,11 +37,13 @@ class Replay:
         size = self.cache.layout.page_size
         for request_id in plan.free:
             self._tails.pop(request_id, None)
-        for row in plan.rows:
+        tails = self._tails
+        for request_id, start, token_ids, _ in plan.rows:
             # a hit ends with a page, so the first row of a sequence starts one
-            start, tail = self._tails.get(row.request_id, (row.start, []))
-            tail.extend(row.token_ids)
-            if full := len(tail) // size * size:
-                self.cache.commit_pages(row.request_id, tail[:full], start)
+            start, tail = tails.get(request_id) or (start, [])
+            tail += token_ids
+            if len(tail) >= size:
+                full = len(tail) // size * size
+                self.cache.commit_pages(request_id, tail[:full], start)
                 start, tail = start + full, tail[full:]
-            self._tails[row.request_id] = (start, tail)
+            tails[request_id] = (start, tail)

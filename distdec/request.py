@@ -11,7 +11,9 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
+from functools import cached_property
 from numbers import Integral
+from typing import NamedTuple
 
 MAGIC = 0x64697374646563  # "distdec" in ASCII
 VERSION = 2
@@ -127,8 +129,7 @@ class FinishReason(str, Enum):
     TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One request's share of a step: `token_ids` at global positions `start, start + 1, ...` of its own sequence."""
 
     request_id: int
@@ -177,14 +178,22 @@ class StepPlan:
     withdraw: tuple[int, ...] = ()
     hits: tuple[Hit, ...] = ()
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
-        return sum(row.num_tokens for row in self.rows)
+        return sum([len(row.token_ids) for row in self.rows])
 
-    @property
+    @cached_property
+    def num_single(self) -> int:
+        """Leading rows of one token: the decode rows, and a slice of one token behind them."""
+        for count, row in enumerate(self.rows):
+            if len(row.token_ids) != 1:
+                return count
+        return len(self.rows)
+
+    @cached_property
     def decode_only(self) -> bool:
         """Whether there are rows, and all of them are decode rows."""
-        return bool(self.rows) and all(row.num_tokens == 1 and row.needs_logits for row in self.rows)
+        return bool(self.rows) and self.num_single == len(self.rows) and all(row.needs_logits for row in self.rows)
 
     def encode(self) -> list[int]:
         """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
@@ -193,8 +202,9 @@ class StepPlan:
         words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0]`.
         """
         body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
-        for row in self.rows:
-            body += [row.request_id, row.start, int(row.needs_logits), len(row.token_ids), *row.token_ids]
+        for request_id, start, token_ids, needs_logits in self.rows:
+            body += (request_id, start, int(needs_logits), len(token_ids))
+            body += token_ids
         body += [len(self.withdraw), *self.withdraw, len(self.hits)]
         for hit in self.hits:
             body += hit.words()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from distdec.hf.support import Geometry, check_model
 from distdec.hf.weights import load_sharded
 from distdec.mesh import Mesh
 from distdec.request import StepPlan
+from distdec.row_tables import NO_PADDING, Padding
 from distdec.sharded_cache import ShardedCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -142,7 +144,9 @@ class Runner:
     def capture(self, max_rows: int, max_tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Run decode steps of up to `max_rows` rows as graphs from now on. Arguments as for `DecodeGraphs`."""
         self._inputs = _Inputs(self.mesh.device, max(max_tokens, max_rows))
-        self.graphs = DecodeGraphs(self.binding, max_rows=max_rows, max_tokens=max_tokens, progress=progress)
+        self.graphs = DecodeGraphs(
+            self.binding, self._inputs.words, max_rows=max_rows, max_tokens=max_tokens, progress=progress
+        )
 
     @property
     def num_forwards(self) -> int:
@@ -157,9 +161,9 @@ class Runner:
     def dtype(self) -> str:
         return str(self.cache.pool.k.dtype).removeprefix("torch.")
 
-    def padded_rows(self, plan: StepPlan) -> int:
-        """Return the rows to which a plan's decode rows have to be padded; 0: not at all, it runs eagerly."""
-        return self.graphs.pad(len(plan.rows)) if self.graphs is not None and plan.decode_only else 0
+    def padding(self, plan: StepPlan) -> Padding:
+        """Return up to what a plan's rows have to be padded; none of it where the step runs eagerly."""
+        return NO_PADDING if self.graphs is None else self.graphs.padding(plan)
 
     def run(self, plan: StepPlan, batch: StepBatch) -> Tensor:
         """Run the plan's rows and return the logits of the rows that need them, in row order.
@@ -169,7 +173,8 @@ class Runner:
 
         Args:
             plan: what to run.
-            batch: the same rows, as `ShardedCache.begin_step` described them, padded as `padded_rows` says.
+            batch: the same rows, as `ShardedCache.begin_step` described them, padded as `padding` says; the views of a
+                padded step are cut here.
 
         Shapes:
             returns [N, vocabulary], the same on every rank
@@ -178,11 +183,11 @@ class Runner:
             In-place: writes the pool. Collective: one merge a layer, and those of the sharded weights; every rank must
             call this with the same plan. Host sync: none.
         """
-        pad = self.padded_rows(plan)
-        input_ids, position_ids, needed = self._inputs.fill(plan, pad)
+        pad = self.padding(plan)
+        count, (input_ids, position_ids, needed) = self._inputs.fill(plan, pad)
         with torch.no_grad():
-            if pad and self.graphs is not None:
-                return self.graphs.run(input_ids, position_ids, batch)[: len(plan.rows)]
+            if pad != NO_PADDING and self.graphs is not None:
+                return self.graphs.run(pad, (input_ids, position_ids, needed), batch)[:count]
             self._num_eager += 1
             self.binding.set_step(batch)
             return self.binding.forward(input_ids, position_ids, logits_to_keep=needed)
@@ -222,37 +227,43 @@ class _Inputs:
         self.capacity = capacity
         pin = self.device.type == "cuda"
         self.host = torch.zeros(3, capacity, dtype=torch.int64, pin_memory=pin)
+        self._array = self.host.numpy()
         self.words = torch.zeros(3, capacity, dtype=torch.int64, device=self.device) if pin else self.host
 
-    def fill(self, plan: StepPlan, pad: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (token ids [T], positions [T], indices of the tokens whose logits are needed [N]), all int64.
+    def fill(self, plan: StepPlan, pad: Padding = NO_PADDING) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
+        """Return N and (token ids [T], positions [T], indices of the tokens whose logits are needed [N]), all int64.
 
-        Padded to `pad` tokens with token 0 at position 0.
+        Padding is token 0 at position 0, and in a padded step there is an index for every row, token 0 after the N.
 
         Example: rows of 1 and 3 tokens, both needing logits: indices 0 and 3.
         """
+        rows, single = plan.rows, plan.num_single
+        total = max(single, pad.decode_rows) + max(plan.num_tokens - single, pad.prefill_tokens)
         # (an old host buffer stays alive until its copy is done: the allocator of pinned memory sees to that)
-        if (tokens := max(plan.num_tokens, pad)) > self.capacity:
-            self._allocate(1 << (tokens - 1).bit_length())
+        if total > self.capacity:
+            self._allocate(1 << (total - 1).bit_length())
         if self._copied is not None:
             self._copied.synchronize()
-        ids, positions, needed = self.host.numpy()
-        at = count = 0
-        for row in plan.rows:
-            stop = at + row.num_tokens
+        self._array[:, :total] = 0
+        ids, positions, needed = self._array
+        ids[:single] = [row.token_ids[0] for row in rows[:single]]
+        positions[:single] = [row.start for row in rows[:single]]
+        wanted = [i for i, row in enumerate(rows[:single]) if row.needs_logits]
+        at = max(single, pad.decode_rows)
+        for row in rows[single:]:
+            stop = at + len(row.token_ids)
             ids[at:stop] = row.token_ids
-            positions[at:stop] = range(row.start, row.start + row.num_tokens)
+            positions[at:stop] = np.arange(row.start, row.start + len(row.token_ids))
             at = stop
             if row.needs_logits:
-                needed[count] = stop - 1
-                count += 1
-        if pad > at:
-            ids[at:pad], positions[at:pad], at = 0, 0, pad
+                wanted.append(stop - 1)
+        needed[: len(wanted)] = wanted
         if self.words is not self.host:
-            self.words[:, :at].copy_(self.host[:, :at], non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self.words[:, :total].copy_(self.host[:, :total], non_blocking=True)
+            self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
-        return self.words[0, :at], self.words[1, :at], self.words[2, :count]
+        count = len(wanted) if pad == NO_PADDING else pad.decode_rows + pad.prefill_rows
+        return len(wanted), (self.words[0, :total], self.words[1, :total], self.words[2, :count])
 
 
 def _read_generation_config(model: Any, folder: str | Path) -> None:

@@ -4,7 +4,7 @@ A draw is a function of (seed, index of the token in its output) and the logits,
 batch mates, ranks, steps and restarts cannot change it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,11 +41,14 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow | None]) -> list[int | None]:
     """Choose one token a row: repetition penalty, then temperature, top-k, top-p, min-p, then the draw.
 
     Greedy rows take the first of the largest logits. A row with a NaN, a +inf or nothing but -inf gets None and
     fails alone; its batch mates are not touched.
+
+    Args:
+        rows: None for a greedy row without a penalty.
 
     Shapes:
         logits: [N, V] any float dtype, N rows in the order of `rows`
@@ -58,26 +61,27 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
     if not rows:
         return []
     logits = logits.float()
-    logits = _penalise(logits, rows)
-    # after the penalty: an extreme one overflows
-    usable = torch.isfinite(logits.amax(-1))
+    special = {i: row for i, row in enumerate(rows) if row is not None}
+    logits = _penalise(logits, special)
+    # after the penalty: an extreme one overflows; neither of NaN
+    usable = logits.amax(-1).abs() < torch.inf
     tokens = logits.argmax(-1)
-    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    random = [i for i, row in special.items() if not row.params.greedy]
     if random:
         index = torch.tensor(random, device=logits.device)
         chosen = logits.index_select(0, index)
         # a bad row would only make its own draw meaningless; it is reported by `usable`
         tokens[index] = _draw(
-            torch.nan_to_num(chosen, nan=0.0, posinf=0.0, neginf=-torch.inf), [rows[i] for i in random]
+            torch.nan_to_num(chosen, nan=0.0, posinf=0.0, neginf=-torch.inf), [special[i] for i in random]
         )
-    return [token if ok else None for token, ok in zip(tokens.tolist(), usable.tolist(), strict=True)]
+    return [None if token < 0 else token for token in torch.where(usable, tokens, -1).tolist()]
 
 
-def _penalise(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    if all(row.params.repetition_penalty == 1.0 for row in rows):
+def _penalise(logits: Tensor, rows: Mapping[int, SamplingRow]) -> Tensor:
+    if all(row.params.repetition_penalty == 1.0 for row in rows.values()):
         return logits
     logits = logits.clone()
-    for i, row in enumerate(rows):
+    for i, row in rows.items():
         penalty = row.params.repetition_penalty
         if penalty != 1.0:
             seen = torch.tensor(sorted(set(row.seen_ids)), device=logits.device)

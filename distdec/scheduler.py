@@ -95,6 +95,7 @@ class Scheduler:
         self._blocked = False
         self._delay = 0
         self._load = StepLoad()
+        self._waits = False
         self._began = 0.0
         # a step without logits ends before its work does, so neither its time nor the next one's says anything
         self._timed = self._timed_before = False
@@ -146,8 +147,10 @@ class Scheduler:
             raise RuntimeError(
                 f"request {head.request_id} needs {head.max_tokens} tokens of KV cache: more than an empty cache holds"
             )
-        rows = tuple(self._row(state, count) for state, count in counts)
+        rows = tuple([Row(s.request_id, s.num_computed, s.next_ids(n), n == s.num_outstanding) for s, n in counts])
         self._load = _load(counts)
+        # all decode rows run, so who is left has a prompt
+        self._waits = not self._load.prefill_tokens and len(rows) < len(self.running)
         self._timed_before, self._timed = self._timed or not self._step, any(row.needs_logits for row in rows)
         withdraw = tuple(request_id for request_id in self._freed if request_id in self._tainted)
         kind = PlanKind.RUN if self.has_work else PlanKind.DONE
@@ -159,10 +162,9 @@ class Scheduler:
         return plan
 
     def _expire(self) -> None:
-        for state in [*self.waiting, *self.running.values()]:
-            timeout = state.request.timeout_s
-            if timeout is not None and self._began - state.arrived >= timeout:
-                self.finish(state.request.request_id, FinishReason.TIMEOUT)
+        now = self._began
+        for state in [state for state in (*self.waiting, *self.running.values()) if state.expires <= now]:
+            self.finish(state.request_id, FinishReason.TIMEOUT)
 
     def _free(self, request_id: int) -> None:
         self.cache.free(request_id, request_id in self._tainted)
@@ -175,7 +177,7 @@ class Scheduler:
         """
         preempted = False
         counts = self._counts()
-        while self.running and not self.cache.can_extend([(s.request.request_id, count) for s, count in counts]):
+        while self.running and not self.cache.can_extend([(s.request_id, count) for s, count in counts]):
             state = max(self.running.values(), key=lambda state: state.order)
             state.cold = len(self.running) == 1
             self._preempt(state)
@@ -184,7 +186,7 @@ class Scheduler:
         return None if preempted else counts
 
     def _preempt(self, state: RequestState) -> None:
-        request_id = state.request.request_id
+        request_id = state.request_id
         self._free(request_id)
         del self.running[request_id]
         state.num_computed = 0
@@ -198,7 +200,7 @@ class Scheduler:
         pending = sum(state.num_outstanding > 1 for state in self.running.values())
         while self.waiting and len(self.running) < self.config.max_rows and pending < self.config.max_pending_prefills:
             state = self.waiting[0]
-            request_id, match = state.request.request_id, self._match(state)
+            request_id, match = state.request_id, self._match(state)
             wanted = state.num_to_reserve(reserve)
             # one frame more than the pages: a frame boundary may fall differently behind them
             pinned = match.frames + 1 if match.num_tokens else 0
@@ -229,12 +231,13 @@ class Scheduler:
     def _counts(self) -> list[tuple[RequestState, int]]:
         """Return this step's tokens of each running request: decode rows, then slices, each in order."""
         budget = self.config.token_budget
-        decode = [(state, 1) for state in self.running.values() if state.num_outstanding == 1][:budget]
+        outstanding = [(state, state.num_outstanding) for state in self.running.values()]
+        decode = [pair for pair in outstanding if pair[1] == 1][:budget]
         prefill: list[tuple[RequestState, int]] = []
         budget -= len(decode)
-        for state in self.running.values():
-            if state.num_outstanding > 1 and budget > 0:
-                count = min(state.num_outstanding, self.config.prefill_slice, budget)
+        for state, left in outstanding:
+            if left > 1 and budget > 0:
+                count = min(left, self.config.prefill_slice, budget)
                 count = min(count, self._room(decode, prefill, state))
                 if not count:
                     break
@@ -254,11 +257,6 @@ class Scheduler:
             return self.config.prefill_slice if room is None else room
         return 0 if prefill or self._delay < MAX_DELAY else MIN_SLICE
 
-    @staticmethod
-    def _row(state: RequestState, count: int) -> Row:
-        needs_logits = count == state.num_outstanding
-        return Row(state.request.request_id, state.num_computed, state.next_ids(count), needs_logits)
-
     def commit(
         self, plan: StepPlan, tokens: Mapping[int, int | None], stopped: Collection[int] = ()
     ) -> list[TokenEvent]:
@@ -274,24 +272,25 @@ class Scheduler:
         """
         self._learn(plan)
         events: list[TokenEvent] = []
-        for row in plan.rows:
-            state = self.running.get(row.request_id)
+        for request_id, _, token_ids, needs_logits in plan.rows:
+            state = self.running.get(request_id)
             if state is None:
                 # cancelled while the step ran
                 continue
-            state.num_computed += row.num_tokens
-            if not row.needs_logits:
+            state.num_computed += len(token_ids)
+            if not needs_logits:
                 continue
-            token = tokens[row.request_id]
+            token, reason = tokens[request_id], None
             if token is None:
-                reason: FinishReason | None = FinishReason.NUMERICS
-                self._tainted.add(row.request_id)
+                reason = FinishReason.NUMERICS
+                self._tainted.add(request_id)
             else:
                 state.output_ids.append(token)
-                reason = self._reason(state, token, row.request_id in stopped)
-            events.append(TokenEvent(row.request_id, token, reason))
+                if token in self.eos_ids or request_id in stopped or len(state.output_ids) >= state.max_new:
+                    reason = self._reason(state, token, request_id in stopped)
+            events.append(TokenEvent(request_id, token, reason))
             if reason is not None:
-                self.finish(row.request_id, reason)
+                self.finish(request_id, reason)
         return events
 
     def _learn(self, plan: StepPlan) -> None:
@@ -299,9 +298,8 @@ class Scheduler:
             return
         if self._timed and self._timed_before:
             self.cost.learn(self._load, 1e3 * (self.clock() - self._began))
-        waits = not self._load.prefill_tokens and any(state.num_outstanding > 1 for state in self.running.values())
-        self._delay = self._delay + 1 if waits else 0
-        self.stats.delayed_steps += waits
+        self._delay = self._delay + 1 if self._waits else 0
+        self.stats.delayed_steps += self._waits
 
     def _reason(self, state: RequestState, token: int, stopped: bool) -> FinishReason | None:
         sampling = state.request.sampling
@@ -309,7 +307,7 @@ class Scheduler:
             return FinishReason.EOS
         if stopped:
             return FinishReason.STOP
-        if len(state.output_ids) >= sampling.max_new_tokens:
+        if len(state.output_ids) >= state.max_new:
             return FinishReason.LENGTH
         return None
 
@@ -320,7 +318,7 @@ class Scheduler:
             # not at once: on the other ranks too it holds its frames until the step that runs now is over
             self._to_free.append(request_id)
         else:
-            state = next((s for s in self.waiting if s.request.request_id == request_id), None)
+            state = next((s for s in self.waiting if s.request_id == request_id), None)
             if state is None:
                 return False
             self.waiting.remove(state)
@@ -336,7 +334,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert that every request is in one place only and that progress is within bounds."""
-        waiting = [state.request.request_id for state in self.waiting]
+        waiting = [state.request_id for state in self.waiting]
         places = [*waiting, *self.running, *self.finished]
         assert len(places) == len(set(places)), "a request is in two places"
         assert set(places) == self._ids, "a request is nowhere"
@@ -349,7 +347,12 @@ class Scheduler:
 
 
 def _load(counts: list[tuple[RequestState, int]]) -> StepLoad:
-    decode = [state.num_tokens for state, _ in counts if state.num_outstanding == 1]
-    prefill = [(state.num_computed, count) for state, count in counts if state.num_outstanding > 1]
-    tokens, work = sum(count for _, count in prefill), sum(start * count for start, count in prefill)
-    return StepLoad(len(decode), sum(decode), tokens, work)
+    rows = context = tokens = work = 0
+    for state, count in counts:
+        if count == 1 and state.num_outstanding == 1:
+            rows += 1
+            context += state.num_computed + 1
+        else:
+            tokens += count
+            work += state.num_computed * count
+    return StepLoad(rows, context, tokens, work)

@@ -12,6 +12,7 @@ from distdec.cache.layout import CacheLayout
 from distdec.cache.pool import KVPool
 from distdec.mesh import Mesh
 from distdec.ops.backends import OpsBackend, get_backend
+from distdec.row_tables import NO_PADDING, Padding
 
 
 class ShardedCache:
@@ -95,13 +96,18 @@ class ShardedCache:
         self.buffers.schedule_for(self.pool)
 
     def begin_step(
-        self, rows: Sequence[tuple[int, int]], *, q_len: int | None = None, pad_decode_rows: int = 0
+        self,
+        rows: Sequence[tuple[int, int]],
+        *,
+        q_len: int | None = None,
+        pad: Padding = NO_PADDING,
+        derive: bool = True,
     ) -> StepBatch:
         """Reserve room for this step's tokens and describe the step to the attention layers.
 
         Args:
             rows: (seq_id, new tokens), decode rows first.
-            q_len, pad_decode_rows: see `StepBuffers.fill`.
+            q_len, pad, derive: see `StepBuffers.fill`.
 
         Raises:
             CacheFull: the step does not fit; nothing was reserved.
@@ -109,12 +115,8 @@ class ShardedCache:
         Notes:
             In-place: overwrites the batch of the step before. Collective: none.
         """
-        if not self.kv.can_extend(list(rows)):
-            self.kv.raise_full(list(rows))
-        for seq, count in rows:
-            if count:
-                self.kv.extend(seq, count)
-        return self.buffers.fill(rows, q_len=q_len, pad_decode_rows=pad_decode_rows)
+        self.kv.extend_all(rows)
+        return self.buffers.fill(rows, q_len=q_len, pad=pad, derive=derive)
 
     def local_tokens(self) -> int:
         """Tokens that this rank holds over all live sequences (a shared prefix counts once per sequence)."""

@@ -5,11 +5,14 @@ import random
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distdec.batch import StepBuffers
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.layout import CacheLayout
 from distdec.ops.backends import get_backend
+from distdec.row_tables import Padding
 
 WINDOWS = (0, 5, 40)
 
@@ -105,7 +108,7 @@ def test_cumulated_tiles_start_anew_in_each_section():
 
 def test_padding_rows_hold_nothing():
     kv = grown_cache([33, 64, 9])
-    batch = buffers_for(kv, 1).fill([(0, 1), (1, 1), (2, 9)], pad_decode_rows=5)
+    batch = buffers_for(kv, 1).fill([(0, 1), (1, 1), (2, 9)], pad=Padding(5))
     assert batch.num_tokens == 5 + 9
     assert batch.q_positions.tolist()[2:5] == [-1, -1, -1]
     assert batch.slot_mapping.tolist()[2:5] == [-1, -1, -1]
@@ -144,3 +147,81 @@ def test_a_step_without_rows_and_rows_without_tokens_are_legal():
     assert batch.num_tokens == 4
     assert batch.prefill.num_rows == 2
     assert batch.prefill.q_indptr.tolist() == [0, 0, 4]
+
+
+def tables_of(batch):
+    """All that a step's tensors say, tiles in the order of the rows."""
+    said = {"slots": batch.slot_mapping, "positions": batch.q_positions}
+    for name, section in (("decode", batch.decode), ("prefill", batch.prefill)):
+        if section is None:
+            continue
+        said[f"{name}/rows"] = torch.tensor(section[:4])
+        said[f"{name}/indptr"] = section.q_indptr
+        for window in WINDOWS:
+            tables = batch.tables(name, window)
+            said[f"{name}/{window}/ranges"] = tables.tile_ranges
+            said[f"{name}/{window}/cum"] = tables.cum_tiles
+            tiles = [tables.tile_table[begin:end] for begin, end in tables.tile_ranges.tolist()]
+            said[f"{name}/{window}/tiles"] = torch.cat(tiles)
+    return {name: tensor.tolist() for name, tensor in said.items()}
+
+
+OPS = st.tuples(
+    st.sampled_from(("decode", "decode", "decode", "draft", "prompt", "truncate", "fork", "preempt")),
+    st.integers(0, 3),
+    st.integers(1, 21),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(OPS, min_size=1, max_size=25), st.integers(0, 1), st.integers(0, 1))
+def test_tables_kept_from_step_to_step_are_those_of_fresh_buffers(ops, padded, hooked):
+    layout = CacheLayout(num_frames=(200,) * 2, min_chunk=4, max_chunk=16, page_size=2)
+    kv = KVCache(layout, placement=(lambda seq, position: position // 3 % 2) if hooked else None)
+    for seq in range(4):
+        kv.add(seq)
+        kv.extend(seq, 3 + 7 * seq)
+    kept = [buffers_for(kv, rank) for rank in range(2)]
+    for op, seq, count in ops:
+        rows = [(other, 1) for other in range(4) if other != seq]
+        if op == "draft":
+            rows = [(other, 1 + count % 4) for other in range(4)]
+        elif op == "prompt":
+            rows = [*rows, (seq, count)]
+        elif op == "truncate":
+            kv.truncate(seq, max(0, kv.length(seq) - count))
+        elif op in ("fork", "preempt"):
+            kv.free(seq)
+            if op == "fork":
+                kv.fork((seq + 1) % 4, seq)
+            else:
+                kv.add(seq)
+        for other, more in rows:
+            kv.extend(other, more)
+        # a row's new tokens may be in its last view, or span several of them on both ranks
+        q_len = rows[0][1] if op == "draft" else 1
+        tokens = sum(more for _, more in rows[3:]) if op == "prompt" and count != q_len else 0
+        pad = Padding(5, 3 if tokens else 0, tokens and tokens + 6) if padded else Padding()
+        for rank in range(2):
+            fresh = buffers_for(kv, rank).fill(rows, q_len=q_len, pad=pad)
+            batch = kept[rank].fill(rows, q_len=q_len, pad=pad)
+            assert tables_of(batch) == tables_of(fresh)
+            slots = [kv.slots(other, kv.length(other) - more, kv.length(other), rank) for other, more in rows]
+            real = batch.slot_mapping[batch.q_positions >= 0]
+            assert real.tolist() == np.concatenate(slots).tolist()
+    kv.check_integrity()
+
+
+def test_a_padded_prefill_section_has_the_numbers_of_the_padding():
+    kv = grown_cache([33, 64, 9, 12])
+    batch = buffers_for(kv, 1).fill([(0, 1), (1, 1), (2, 9), (3, 4)], q_len=1, pad=Padding(3, 4, 20))
+    assert batch.decode[:4] == (0, 3, 3, 1)
+    assert batch.prefill[:4] == (3, 20, 4, 20)
+    assert batch.prefill.q_indptr.tolist() == [0, 9, 13, 13, 13]
+    assert batch.q_positions.tolist() == [32, 63, -1, *range(9), *range(8, 12), *[-1] * 7]
+    assert (batch.slot_mapping[2], batch.slot_mapping[16:].tolist()) == (-1, [-1] * 7)
+    ranges = batch.tables("prefill", 0).tile_ranges
+    assert (ranges[2:, 0] == ranges[2:, 1]).all()
+    for row, (seq, length) in enumerate(((2, 9), (3, 12))):
+        slots = kv.slots(seq, 0, length, 1)
+        assert tokens_of(batch.tables("prefill", 0), row) == [(int(s), p) for p, s in enumerate(slots) if s >= 0]

@@ -9,6 +9,7 @@ from distdec.config import BackendConfig, CacheConfig, Config, SchedulerConfig
 from distdec.engine import Engine
 from distdec.mesh import Mesh
 from distdec.request import Row, SamplingParams, StepPlan
+from distdec.row_tables import Padding
 from distdec.runner import Runner
 from launch.assets import tiny_model_folder
 from launch.parity import load_reference, reference_tokens
@@ -106,8 +107,8 @@ def test_padding_rows_change_no_bit_of_the_others(folder):
         for seq in range(3):
             kv.truncate(seq, LENGTHS[seq])
         runner.graphs = graphs if pad else None
-        graphs.pad = lambda num_rows, pad=pad: pad
-        batch = runner.cache.begin_step([(seq, 1) for seq in range(3)], q_len=1, pad_decode_rows=pad)
+        graphs.padding = lambda plan, pad=pad: Padding(pad)
+        batch = runner.cache.begin_step([(seq, 1) for seq in range(3)], q_len=1, pad=Padding(pad), derive=not pad)
         assert batch.num_tokens == (pad or 3)
         logits.append(runner.run(plan, batch).clone())
         assert logits[-1].shape[0] == 3
@@ -123,7 +124,8 @@ def test_padding_rows_change_no_bit_of_the_others(folder):
 def test_steps_with_a_prompt_are_not_padded(folder):
     runner = Runner.load(folder, Mesh.single(), CONFIG)
     decode, slice_ = Row(0, 5, (1,), True), Row(1, 0, (1, 2), True)
-    assert [runner.padded_rows(StepPlan(0, rows=rows)) for rows in ((decode,) * 3, (decode, slice_), ())] == [4, 0, 0]
+    plans = [StepPlan(0, rows=rows) for rows in ((decode,) * 3, (decode, slice_), ())]
+    assert [runner.padding(plan).decode_rows for plan in plans] == [4, 0, 0]
     off = Runner.load(folder, Mesh.single(), dataclasses.replace(CONFIG, backend=BackendConfig()))
     assert off.graphs is None
-    assert off.padded_rows(StepPlan(0, rows=(decode,) * 3)) == 0
+    assert off.padding(plans[0]) == Padding()

@@ -29,6 +29,7 @@ LEVELS = {
     "distdec.merge_modes": 2,
     "distdec.merge_collective": 2,
     "distdec.one_shot": 2,
+    "distdec.row_tables": 2,
     "distdec.merge": 3,
     "distdec.batch": 3,
     "distdec.sharded_cache": 3,
@@ -55,6 +56,7 @@ TORCH_FREE = (
     "distdec.scheduler",
     "distdec.replay",
     "distdec.merge_choice",
+    "distdec.row_tables",
     "distdec.cache",
     "distdec.capacity",
 )

@@ -17,7 +17,7 @@ from distdec.cache.layout import MAX_INDEX, CacheLayout, View
 from distdec.cache.ledger import ChunkLedger
 from distdec.cache.placement import Placer
 from distdec.cache.prefix import ChunkState, Match, PrefixIndex, token_bytes
-from distdec.cache.sequence import Int32Array, Sequence, fragments
+from distdec.cache.sequence import Int32Array, Int64Array, Sequence, ViewTable, fragments
 
 TokenIds = SequenceOf[int] | np.ndarray[Any, Any]
 
@@ -155,16 +155,22 @@ class KVCache:
         Notes:
             O(1) amortised for one token; O(chunks opened) for many.
         """
-        seq = self._get(seq_id)
-        num_tokens = operator.index(num_tokens)
-        if seq.length + num_tokens > MAX_INDEX or num_tokens < 0:
-            raise ValueError(
-                f"num_tokens must be from 0 to {MAX_INDEX - seq.length} for a sequence of {seq.length} tokens, "
-                f"got {num_tokens}"
-            )
-        if not self._placer.fits(seq, num_tokens):
-            self.raise_full([(seq_id, num_tokens)])
-        self._placer.grow(seq, num_tokens)
+        self.extend_all([(seq_id, operator.index(num_tokens))])
+
+    def extend_all(self, rows: SequenceOf[tuple[int, int]]) -> None:
+        """Reserve slots for the tokens of all `(seq_id, num_tokens)`, or for none; otherwise as `extend`."""
+        seqs = [self._get(seq_id) for seq_id, _ in rows]
+        for seq, (_, count) in zip(seqs, rows, strict=True):
+            if seq.length + count > MAX_INDEX or count < 0:
+                raise ValueError(
+                    f"num_tokens must be from 0 to {MAX_INDEX - seq.length} for a sequence of {seq.length} tokens, "
+                    f"got {count}"
+                )
+        if not self._placer.fit(seqs, [count for _, count in rows]):
+            self.raise_full(rows)
+        grow = self._placer.grow
+        for seq, (_, count) in zip(seqs, rows, strict=True):
+            grow(seq, count)
 
     def can_extend(self, rows: Iterable[tuple[int, int]], reserved: int = 0) -> bool:
         """Say whether all of `(seq_id, num_tokens)` can be extended, in any order; exact, and changes nothing.
@@ -172,15 +178,14 @@ class KVCache:
         Cached and spare frames count as free, but for `reserved` of them (the frames of a `match`). A sequence that is
         not in the cache holds nothing yet, so that admission can ask before it adds.
         """
-        needs = [(self._sequences.get(seq_id) or self._empty(seq_id), count) for seq_id, count in rows]
-        needed, available = self._placer.demand(needs)
-        return needed + reserved <= available
+        rows = list(rows)
+        seqs = [self._sequences.get(seq_id) or self._empty(seq_id) for seq_id, _ in rows]
+        return self._placer.fit(seqs, [count for _, count in rows], reserved)
 
     def raise_full(self, rows: Iterable[tuple[int, int]]) -> NoReturn:
         """Raise CacheFull with the numbers of a step that does not fit."""
-        rows = list(rows)
-        needed, available = self._placer.demand([(self._get(seq_id), count) for seq_id, count in rows])
-        ledger = self._ledger
+        rows, ledger = list(rows), self._ledger
+        needed, available = self._placer.demand((self._get(seq_id), count) for seq_id, count in rows)
         ranks = ", ".join(
             f"rank {rank}: {ledger.allocator.free_frames(rank)} free, {ledger.cached_frames[rank]} cached, "
             f"{ledger.spare_frames[rank]} spare of {total}"
@@ -303,7 +308,12 @@ class KVCache:
         """
         return self._get(seq_id).table(kvp_rank).rows
 
-    def slots(self, seq_id: int, start: int, stop: int, kvp_rank: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def local_rows(self, seq_ids: Iterable[int], kvp_rank: int) -> tuple[list[int], list[ViewTable]]:
+        """Return the lengths of sequences, over all ranks, and one rank's tables of them, kept from step to step."""
+        seqs = [self._get(seq_id) for seq_id in seq_ids]
+        return [seq.length for seq in seqs], [seq.tables.get(kvp_rank) or seq.table(kvp_rank) for seq in seqs]
+
+    def slots(self, seq_id: int, start: int, stop: int, kvp_rank: int) -> Int64Array:
         """Return the slots of tokens `[start, stop)` on one rank, -1 where a token lies on another.
 
         Shapes:
@@ -318,17 +328,7 @@ class KVCache:
         seq = self._get(seq_id)
         if not 0 <= start <= stop <= seq.length:
             raise ValueError(f"start and stop must be ordered and from 0 to {seq.length}, got {start} and {stop}")
-        out = np.full(stop - start, -1, np.int64)
-        table = seq.table(kvp_rank)
-        rows = table.rows
-        for row in range(max(table.row_of(start), 0), table.count):
-            slot, length, token = rows[row].tolist()
-            if token >= stop:
-                break
-            begin, end = max(start, token), min(stop, token + length)
-            if begin < end:
-                out[begin - start : end - start] = np.arange(slot + begin - token, slot + end - token)
-        return out
+        return seq.table(kvp_rank).slots(start, stop)
 
     def stats(self) -> CacheStats:
         """Return where the frames are; O(ranks)."""

@@ -1,6 +1,7 @@
 """Decide on which rank a sequence goes on, and whether a step fits."""
 
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as ListOf
 
 from distdec.cache.allocator import require
 from distdec.cache.layout import CacheLayout
@@ -23,6 +24,7 @@ class Placer:
         self._hook = hook
         self._home = 0 if hook else layout.home_tokens
         self._weights = layout.rank_weights
+        self._min_chunk = layout.min_chunk
 
     def demand(self, rows: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
         """Return frames needed and frames available for all rows together.
@@ -43,21 +45,42 @@ class Placer:
                 needs[rank] += -(-max(0, run - room) // self._layout.min_chunk)
         return max(zip(needs, have, strict=True), key=lambda pair: pair[0] - pair[1])
 
-    def fits(self, seq: Sequence, count: int) -> bool:
-        """Say whether one sequence can be extended; O(1) while it stays in the frame it is in."""
-        if self._hook is not None:
-            need, have = self.demand([(seq, count)])
-            return need <= have
-        need = self._frames(seq, count)
-        return not need or need <= sum(self._ledger.available(rank) for rank in range(self._layout.num_ranks))
+    def fit(self, seqs: ListOf[Sequence], counts: ListOf[int], reserved: int = 0) -> bool:
+        """Say whether all sequences can be extended by their counts, with `reserved` frames left; exact."""
+        if self._hook is None:
+            # a row asks for its tokens in whole frames at most, twice rounded up where it leaves its home rank: with
+            # plenty of frames no sequence has to be looked at
+            most = sum(counts) // self._layout.min_chunk + len(counts) * (2 if self._home else 1)
+            if most + reserved <= sum(map(self._ledger.available, range(self._layout.num_ranks))):
+                return True
+        need, have = self.demand(zip(seqs, counts, strict=True))
+        return need + reserved <= have
 
     def grow(self, seq: Sequence, count: int) -> None:
         """Extend a sequence for which there is room."""
         if self._hook is None:
-            self._fill(seq, count, None)
+            if not self._stay(seq, count):
+                self._fill(seq, count, None)
         else:
             for rank, run, _ in list(self._runs(seq, count)):
                 self._fill(seq, run, rank)
+
+    def _stay(self, seq: Sequence, count: int) -> bool:
+        """Extend inside the frame in which the sequence ends, if it can be: `_fill` for nearly all rows of a step.
+
+        No other frame is begun there, so that only tokens are counted.
+        """
+        if seq.length <= self._home:
+            return False
+        span = seq.spans[-1]
+        state = span.state
+        filled = state.filled
+        if state.owner is not seq or span.offset + span.length != filled or count > -filled % self._min_chunk:
+            return False
+        self._ledger.fill(state, count)
+        seq.lengthen(span, count)
+        self.tokens[span.rank] += count
+        return True
 
     def _fill(self, seq: Sequence, count: int, hooked: int | None) -> None:
         """Fill the last chunk, then new ones; all on rank `hooked` if given."""

@@ -11,6 +11,7 @@ from distdec.cache.layout import View
 from distdec.cache.prefix import ChunkState, Fragment
 
 Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+Int64Array = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Span:
@@ -32,11 +33,18 @@ class ViewTable:
 
     The rows live in a buffer that doubles; `rows` is a read-only window on it, so neither an append nor a read copies.
     A window taken earlier shows later changes of its rows, until the buffer moves.
+
+    Attributes:
+        count: rows.
+        last_length: length of the last row, 0 without rows.
+        version: changes with everything but the length of the last row.
     """
+
+    __slots__ = ("_buffer", "_window", "count", "last_length", "version")
 
     def __init__(self) -> None:
         """Start without rows."""
-        self.count = 0
+        self.count = self.last_length = self.version = 0
         self._allocate(4)
 
     @property
@@ -53,13 +61,29 @@ class ViewTable:
             self._buffer[: self.count] = old
         self._buffer[self.count] = (slot_start, length, token_start)
         self.count += 1
+        self.last_length = length
+        self.version += 1
 
     def set_last(self, length: int) -> None:
         """Change the length of the last row; 0 removes it."""
         if length:
-            self._buffer[self.count - 1, 1] = length
+            self._buffer[self.count - 1, 1] = self.last_length = length
         else:
             self.count -= 1
+            self.last_length = int(self._buffer[self.count - 1, 1]) if self.count else 0
+            self.version += 1
+
+    def slots(self, start: int, stop: int) -> Int64Array:
+        """Return the slots of tokens `[start, stop)`, -1 where a token is in no row; O(stop - start + log rows)."""
+        out = np.full(stop - start, -1, np.int64)
+        for row in range(max(self.row_of(start), 0), self.count):
+            slot, length, token = self._buffer[row].tolist()
+            if token >= stop:
+                break
+            begin, end = max(start, token), min(stop, token + length)
+            if begin < end:
+                out[begin - start : end - start] = np.arange(slot + begin - token, slot + end - token)
+        return out
 
     def row_of(self, position: int) -> int:
         """Return the last row that starts at or before `position`, -1 if none does; O(log rows)."""
@@ -106,16 +130,22 @@ class Sequence:
         """Add tokens behind the last one: in the last view where they continue it, else as a new view."""
         last = self.spans[-1] if self.spans else None
         if last is not None and last.state is state and last.offset + last.length == offset:
-            last.length += length
-            if table := self.tables.get(last.rank):
-                table.set_last(last.length)
-        else:
-            last = Span(state, offset, length, self.length)
-            self.spans.append(last)
-            if table := self.tables.get(last.rank):
-                table.append(*self._row(last))
+            self.lengthen(last, length)
+            return
+        last = Span(state, offset, length, self.length)
+        self.spans.append(last)
+        if table := self.tables.get(last.rank):
+            table.append(*self._row(last))
         self.length += length
         self.loads[last.rank] += length
+
+    def lengthen(self, last: Span, length: int) -> None:
+        """Add tokens to the last view."""
+        last.length += length
+        self.length += length
+        self.loads[last.rank] += length
+        if table := self.tables.get(last.rank):
+            table.set_last(last.length)
 
     def cut(self, tokens: int) -> None:
         """Take the last `tokens` tokens off the last view, which is gone when it held no more."""

@@ -1,0 +1,149 @@
+"""The views of a step's rows on one rank as one table of numbers, kept from step to step. No torch.
+
+Most steps hold the rows of the step before, each longer by a token in the view that it ended in. So the table is put
+together only when the rows, or the number of views of any of them, have changed; otherwise the lengths of the last
+views are all that is written. What follows from the table is worked out for all rows at once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distdec.cache.sequence import Int32Array, Int64Array, ViewTable
+
+
+class Padding(NamedTuple):
+    """Up to what a step is filled with rows and tokens that hold nothing, store nothing and belong to nobody.
+
+    A step with prefill rows is padded in both numbers or in none: `prefill_tokens` are all of the section, and stand
+    for its longest row too, whatever the rows are.
+    """
+
+    decode_rows: int = 0
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+
+
+NO_PADDING = Padding()
+
+
+class StepShape(NamedTuple):
+    """Rows and tokens of a step, padding included; `longest` bounds the tokens of a prefill row."""
+
+    decode_rows: int
+    q_len: int
+    decode_tokens: int
+    prefill_rows: int
+    longest: int
+    num_tokens: int
+
+    def sections(self, num_decode: int, num_rows: int, half: int) -> tuple[tuple[slice, int, int, int], ...]:
+        """Return for each section: its real rows, its first row after padding, its rows, its place in a CSR pair."""
+        return (
+            (slice(0, num_decode), 0, self.decode_rows, 0),
+            (slice(num_decode, num_rows), self.decode_rows, self.prefill_rows, half),
+        )
+
+
+class RowTables:
+    """Views and tiles of the rows of a step.
+
+    Args:
+        table: where the views are written.
+        tile_tokens: most tokens of a tile.
+
+    Attributes:
+        total: views of the step.
+        first: first view of each row, and the one past the last.
+        tiles: first tile of each row, and the one past the last.
+
+    Shapes:
+        table: [C, 4] int32: slot of the first token, length, position of the first token, first tile
+        first, tiles: [B + 1] int64
+
+    Example:
+        Tiles of 128 tokens, row 0 holding 300 tokens from slot 1024 on and row 1 none: `table[:1]` is
+        `[[1024, 300, 0, 0]]`, `first` is `[0, 1, 1]` and `tiles` is `[0, 3, 3]`.
+    """
+
+    def __init__(self, table: Int32Array, tile_tokens: int) -> None:
+        """Start without rows."""
+        self.table = table
+        self.tile_tokens = tile_tokens
+        self._ends = np.zeros(len(table) + 1, np.int64)
+        self._load([])
+        self.tiles = self._ends[self.first]
+
+    def update(self, tables: list[ViewTable]) -> None:
+        """Take the rows of the next step: one rank's table of each."""
+        if tables != self._tables or [table.version for table in tables] != self._versions:
+            self._load(tables)
+        views, total = self.table, self.total
+        views[self._last, 1] = np.array([table.last_length for table in tables], np.int32)[self._held]
+        tiles = (views[:total, 1] + (self.tile_tokens - 1)) // self.tile_tokens
+        ends = np.cumsum(tiles, out=self._ends[1 : total + 1])
+        views[:total, 3] = ends - tiles
+        self.tiles = self._ends[self.first]
+
+    def last_slots(self, lengths: Int64Array) -> Int64Array:
+        """Return the slot of each row's last token, -1 where it lies on another rank.
+
+        Args:
+            lengths: tokens of each row over all ranks.
+        """
+        slots = np.full(len(lengths), -1, np.int64)
+        last = self.table[self._last]
+        ends_here = last[:, 2] + last[:, 1] == lengths[self._held]
+        slots[self._held] = np.where(ends_here, last[:, 0] + last[:, 1] - 1, -1)
+        return slots
+
+    def tiles_from(self, positions: Int64Array) -> Int64Array:
+        """Return the first tile of each row that holds a key at or after a position of it; its last end if none does.
+
+        Example: one view `[0, 300, 0, 5]`, tiles of 128, position 256: tiles 5 and 6 end with tokens 127 and 255, so 7.
+        """
+        views, total = self.table[: self.total], self.total
+        # one ascending key over all rows: the row in the upper half, the view's end in the lower one
+        upper = np.arange(len(positions), dtype=np.int64) << 32
+        ends = np.repeat(upper, np.diff(self.first)) + views[:, 2] + views[:, 1]
+        view = np.searchsorted(ends, upper + np.maximum(positions, 0), side="right")
+        found = np.flatnonzero(view < self.first[1:])
+        tiles: Int64Array = self.tiles[1:].copy()
+        if total:
+            hit = views[view[found]].astype(np.int64)
+            tiles[found] = hit[:, 3] + np.maximum(positions[found] - hit[:, 2], 0) // self.tile_tokens
+        return tiles
+
+    def _load(self, tables: Sequence[ViewTable]) -> None:
+        self._tables = list(tables)
+        self._versions = [table.version for table in tables]
+        sizes = np.array([table.count for table in tables], np.int64)
+        self.first = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        self.total = int(self.first[-1])
+        self._held = np.flatnonzero(sizes)
+        self._last = self.first[1:][self._held] - 1
+        if self.total:
+            np.concatenate([table.rows for table in tables if table.count], out=self.table[: self.total, :3])
+
+
+def shape_of(counts: list[int], num_decode: int, q_len: int, pad: Padding) -> StepShape:
+    """Return the shape of a step after padding."""
+    prefill = counts[num_decode:]
+    tokens = sum(prefill)
+    longest = max(prefill, default=0)
+    if pad.prefill_tokens:
+        # constants of a captured step, not the lengths of this one
+        tokens = longest = pad.prefill_tokens
+    decode_rows = max(num_decode, pad.decode_rows)
+    decode_tokens = decode_rows * q_len
+    prefill_rows = max(len(prefill), pad.prefill_rows)
+    return StepShape(decode_rows, q_len, decode_tokens, prefill_rows, longest, decode_tokens + tokens)
+
+
+def cumulate(out: Int32Array, counts: Int64Array) -> None:
+    """Write the prefix sums of counts behind a 0; the rest of `out` is for rows that hold nothing."""
+    stop = len(counts) + 1
+    out[0] = 0
+    np.cumsum(counts, out=out[1:stop])
+    out[stop:] = out[stop - 1]
