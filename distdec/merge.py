@@ -12,6 +12,7 @@ from torch import Tensor
 
 from distdec.merge_choice import choose_mode
 from distdec.merge_collective import CollectiveMerge, advance
+from distdec.merge_measure import FURTHER_TOKENS, Timer, choose, graph_timer, measure
 from distdec.merge_modes import (
     MODES,
     TRANSPORTS,
@@ -66,17 +67,22 @@ def make_merge(
     num_tokens: int = 8,
     num_heads: int = 32,
     head_dim: int = 128,
+    timer: Timer | None = None,
 ) -> Merge:
     """Build the merge of a mesh's kvp axis.
 
     Args:
-        mode: a name in `MODES`, or "auto": `choose_mode` on rank 0 from the arguments below, broadcast, then fixed.
+        mode: a name in `MODES`, or "auto": on GPUs the fastest of the output form at the typical step, measured here
+            and now (some ms a mode), then fixed; its table is the merge's `reason`. On CPUs the estimate of
+            `choose_mode` instead: a collective of gloo takes 0.3 to 7 ms on ranks that share cores, whatever its few
+            KiB, so that a short measurement would choose by chance, and another mode in the next run.
         mesh: all its ranks must call this together.
         transport: dtype of `out` between ranks. "bfloat16" halves the bytes; LSEs still travel as float32. Each rank's
             contribution is rounded once, so `out` is off by at most 2^-8 of the largest |out| any rank sends; in the
             modes that reduce (all_reduce, reduce_scatter) the running sum is rounded at each of R - 1 steps too, so by
             at most R x 2^-8 of it.
-        replicated, num_tokens, num_heads, head_dim: for "auto": the output form, and the typical step of this rank.
+        replicated, num_tokens, num_heads, head_dim: for "auto": the output form, and the typical step. Rank 0's count.
+        timer: for "auto": measures with this instead.
 
     Raises:
         ValueError: unknown mode or transport, with the legal ones.
@@ -84,7 +90,7 @@ def make_merge(
             why. "auto" chooses among the others then.
 
     Notes:
-        Collective: the whole mesh (host integers over gloo; `one_shot` maps its slabs too).
+        Collective: the whole mesh (host integers over gloo; `one_shot` maps its slabs too, and "auto" merges).
     """
     if mode not in (*MODES, "auto"):
         raise ValueError(f"unknown merge mode {mode!r}; legal: {', '.join((*MODES, 'auto'))}")
@@ -96,21 +102,41 @@ def make_merge(
         # rank 0's sizes count: ranks that chose for themselves could end in different collectives
         sizes = [int(replicated), num_tokens, num_heads, head_dim, mesh.kvp_size]
         agreed = mesh.agree(sizes if mesh.is_leader else None)
-        return _build_auto(mesh, TRANSPORTS[transport], agreed)
+        return _build_auto(mesh, TRANSPORTS[transport], agreed, timer)
     return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, TRANSPORTS[transport], reason)
 
 
-def _build_auto(mesh: Mesh, wire: torch.dtype, sizes: list[int]) -> Merge:
-    """Build the cheapest mode that works here; both the check and the slabs' set-up fail on all ranks or on none."""
-    why = why_not(mesh)
-    if why is None:
-        mode, reason = choose_mode(bool(sizes[0]), *sizes[1:], mesh.device.type, one_shot=True)
-        try:
-            return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, wire, reason)
-        except RuntimeError as error:
-            why = str(error)
-    mode, reason = choose_mode(bool(sizes[0]), *sizes[1:], mesh.device.type)
-    return CollectiveMerge(mode, mesh, wire, f"{reason}; not one_shot: {why}")
+def _attempt(mode: str, mesh: Mesh, wire: torch.dtype) -> Merge | RuntimeError:
+    """Build a mode, or return why it is not possible: the same on all ranks."""
+    try:
+        return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, wire, "")
+    except RuntimeError as error:
+        return error
+
+
+def _build_auto(mesh: Mesh, wire: torch.dtype, sizes: list[int], timer: Timer | None) -> Merge:
+    """Build the fastest mode that works here; whatever fails does so on all ranks or is agreed on."""
+    replicated, num_tokens, num_heads, head_dim, num_ranks = sizes
+    if timer is None and mesh.device.type == "cuda":
+        timer = graph_timer
+    if timer is None or num_ranks == 1:
+        mode, reason = choose_mode(bool(replicated), *sizes[1:], mesh.device.type)
+        return CollectiveMerge(mode, mesh, wire, f"{reason}; not one_shot: {why_not(mesh)}")
+    modes = sorted(name for name in MODES if MODES[name].replicated == bool(replicated))
+    built = {mode: _attempt(mode, mesh, wire) for mode in modes}
+    merges = {mode: merge for mode, merge in built.items() if isinstance(merge, Merge)}
+    refused = "".join(f"; not {mode}: {built[mode]}" for mode in modes if mode not in merges)
+    counts = sorted({num_tokens, *FURTHER_TOKENS})
+    table = measure(merges, counts, num_heads, head_dim, mesh, timer)
+    chosen = choose(table, counts, num_tokens, f"of {num_heads} heads x {head_dim} over {num_ranks} ranks")
+    if chosen is None:
+        chosen = choose_mode(bool(replicated), *sizes[1:], mesh.device.type)
+        refused += "".join(f"; {mode} {told}" for mode, told in table.items())
+    for mode, merge in merges.items():
+        if mode != chosen.mode and isinstance(merge, OneShotMerge):
+            merge.close()
+    merges[chosen.mode].reason = chosen.reason + refused
+    return merges[chosen.mode]
 
 
 def simulate(

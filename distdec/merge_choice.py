@@ -5,11 +5,6 @@ from typing import NamedTuple
 # mode -> (output replicated, collectives a call)
 _MODES = {"all_gather": (True, 1), "all_reduce": (True, 2), "all_to_all": (False, 1), "reduce_scatter": (False, 2)}
 
-# the same, where GPUs push into each other's memory: one kernel, which joins the local splits as well
-_PUSHED = {"one_shot": (True, 1), "one_shot_scatter": (False, 1)}
-# us a call: 5 on two H200 over NVLink up to 64 KiB, of which 2 are the splits' join that other modes pay besides
-_PUSHED_US = 3.0
-
 # device type -> (us a collective, us a MiB received). cuda: NCCL 2.28 in CUDA graphs on two H200 over NVLink, 9 us up
 # to 64 KiB and 38 us at 4 MiB. cpu: gloo on one host of two cores, 0.3 to 7 ms a collective whatever its few KiB.
 _COSTS = {"cuda": (9.0, 7.0), "cpu": (1000.0, 1000.0)}
@@ -29,7 +24,6 @@ def received_bytes(mode: str, num_tokens: int, num_heads: int, head_dim: int, nu
     """
     peers, columns = num_ranks - 1, num_heads * head_dim
     lses = peers * num_heads
-    mode = {"one_shot": "all_gather", "one_shot_scatter": "all_to_all"}.get(mode, mode)
     elements = {
         "all_gather": peers * columns + lses,
         "all_reduce": 2 * peers * (columns + 2 * num_heads + 1) // num_ranks,
@@ -46,8 +40,6 @@ def choose_mode(
     head_dim: int,
     num_ranks: int,
     device_type: str,
-    *,
-    one_shot: bool = False,
 ) -> Choice:
     """Return the cheapest mode of an output form: collectives x latency + bytes received / bandwidth.
 
@@ -60,15 +52,13 @@ def choose_mode(
         num_heads, head_dim: query heads on this rank and the head size of the values.
         num_ranks: size of the kvp axis.
         device_type: "cuda" or "cpu".
-        one_shot: GPUs can push into each other's memory.
     """
     latency_us, us_per_mib = _COSTS[device_type]
     costs = {}
-    for mode, (form, num_collectives) in (_MODES | (_PUSHED if one_shot else {})).items():
+    for mode, (form, num_collectives) in _MODES.items():
         if form == replicated:
             moved = received_bytes(mode, num_tokens, num_heads, head_dim, num_ranks)
-            fixed = _PUSHED_US if mode in _PUSHED else num_collectives * latency_us
-            costs[mode] = fixed + us_per_mib * moved / 2**20
+            costs[mode] = num_collectives * latency_us + us_per_mib * moved / 2**20
     best = min(costs, key=lambda mode: (costs[mode], mode))
     told = ", ".join(f"{mode} {costs[mode]:.0f} us" for mode in sorted(costs))
     form = "replicated" if replicated else "scattered"

@@ -123,6 +123,8 @@ def make_engine(config: Config, job: boot.Job, folder: Path, work: Work | None) 
     size = job.on_leader(lambda: cache_size(model, mesh, config, wanted))
     [size] = mesh.agree([size] if size is not None else None)
     runner = Runner.build(model, mesh, config, size, _capture_progress() if work is not None else None)
+    if work is not None and mesh.kvp_size > 1:
+        console.note(f"merge {runner.attention.merge.reason}")
     return Engine(runner, config.scheduler, tokenizer=work.tokenizer if work else None)
 
 

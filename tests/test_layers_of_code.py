@@ -28,6 +28,7 @@ LEVELS = {
     "distdec.replay": 2,
     "distdec.merge_modes": 2,
     "distdec.merge_collective": 2,
+    "distdec.merge_measure": 2,
     "distdec.one_shot": 2,
     "distdec.row_tables": 2,
     "distdec.merge": 3,
