@@ -15,6 +15,7 @@ from distdec.request import SamplingParams, _check_float, _check_int, _help
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUERY_MODES = ("auto", "replicate", "gather")
+EXPERT_MODES = ("auto", "width", "expert")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 BACKENDS = ("auto", "reference", "triton")
 SWITCH = ("auto", "on", "off")
@@ -70,6 +71,10 @@ class ParallelConfig:
             "query projection: replicate on the kvp ranks, gather from them, or auto: the faster by estimate"
         ),
     )
+    experts: str = field(
+        default="auto",
+        metadata=_help("mixtures of experts: a rank holds a part of each one's width, or an expert whole; auto"),
+    )
     timeout_s: float = field(
         default=120.0, metadata=_help("seconds after which a collective that waits on a lost rank fails")
     )
@@ -79,6 +84,7 @@ class ParallelConfig:
         _check_int("parallel.tp", self.tp, 1, None)
         _one_of("parallel.merge", self.merge, MERGE_MODES)
         _one_of("parallel.queries", self.queries, QUERY_MODES)
+        _one_of("parallel.experts", self.experts, EXPERT_MODES)
         _check_float("parallel.timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)
 
     def resolve(self, world_size: int) -> tuple[int, int]:

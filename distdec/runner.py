@@ -47,7 +47,8 @@ def load_model(
         ValueError: the model cannot run on a sharded cache, or not in this layout.
     """
     dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
-    model = load_sharded(folder, mesh, dtype=dtype, queries=config.parallel.queries, progress=progress)
+    how = config.parallel
+    model = load_sharded(folder, mesh, dtype=dtype, queries=how.queries, experts=how.experts, progress=progress)
     check_model(model, mesh, engine=True)
     _read_generation_config(model, folder)
     return model

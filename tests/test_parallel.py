@@ -9,8 +9,8 @@ from test_weights import rank_of
 
 from distdec.degrees import legal_layouts, validate_layout
 from distdec.hf import UnsupportedModel, check_model, rank_map, shard
+from distdec.hf.experts import split_range
 from distdec.hf.linears import GatherLinear, RowLinear, SplitNorm
-from distdec.hf.parallel import split_range
 from distdec.hf.sharding import check_mesh, merge_for, sharding_of
 from distdec.mesh import Mesh
 from distdec.planner import ModelShape, Workload, rank_layouts
@@ -147,7 +147,7 @@ def test_latent_attention_is_refused_with_the_reason():
 
 def test_a_model_is_sharded_once_and_stays_on_its_mesh():
     model = shard(tiny_model("llama", "distdec"), rank_of(2, 2, 3), queries="gather")
-    assert sharding_of(model) == (2, 2, 3, "gather")
+    assert sharding_of(model) == (2, 2, 3, "gather", "")
     with pytest.raises(ValueError, match="is sharded already"):
         shard(model, rank_of(2, 2, 3))
     check_mesh(model, rank_of(2, 2, 3))

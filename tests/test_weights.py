@@ -84,6 +84,30 @@ def test_ranks_read_their_parts_of_every_tensor_once(tmp_path, reads, variant, k
         assert len(placed) == len(set(placed)) == len(got) - len(unread)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_ranks_read_their_own_experts_alone(tmp_path, reads, family):
+    from distdec.hf.parallel import shard
+
+    saved(tmp_path, family, **{"num_experts" if family == "qwen3_moe" else "num_local_experts": 6})
+    read = 0
+    for rank, own in enumerate([range(1), range(1, 3), range(3, 4), range(4, 6)]):
+        reads.clear()
+        mesh = rank_of(2, 2, rank)
+        loaded = load_sharded(tmp_path, mesh, dtype=torch.float32, experts="expert")
+        want = dict(shard(_whole(tmp_path), mesh, experts="expert").named_parameters())
+        for name, value in loaded.named_parameters():
+            assert torch.equal(value, want[name]), name
+        assert loaded.bytes_read == 4 * sum(p.numel() for p in loaded.parameters())
+        of_experts = {name: cut for name, cut in reads if ".experts." in name}
+        if family == "gpt_oss":
+            assert set(of_experts.values()) == {Cut(0, ((own.start, own.stop),))}
+        else:
+            assert {int(name.split(".experts.")[1].split(".")[0]) for name in of_experts} == set(own)
+        read += sum(p.numel() for n, p in loaded.named_parameters() if ".experts." in n)
+    whole = sum(p.numel() for n, p in _whole(tmp_path).named_parameters() if ".experts." in n)
+    assert read == whole
+
+
 def _whole(folder):
     from transformers import AutoModelForCausalLM
 

@@ -6,7 +6,8 @@ What goes where, for a mesh of `world = kvp x tp` ranks:
   same on all ranks, since every kvp rank needs the step's queries, and stores the keys that fall to it. The query
   projection may also be split along kvp and gathered (`queries="gather"`).
 - output projection, MLP, experts, embedding and head over ALL ranks. Widths need not divide: rank r of W takes
-  `[n * r // W, n * (r + 1) // W)`, and the output projection the columns that the scattered merges hand it.
+  `[n * r // W, n * (r + 1) // W)`, and the output projection the columns that the scattered merges hand it. Experts
+  are split by width too, or the experts themselves are (`experts="expert"`).
 
 Modules are found by their shape in the tree (an attention module has `o_proj` next to `q_proj` or `qkv_proj`, an MLP
 has `down_proj`), because a model's own plan does not name the fused and the expert forms; what is not recognised is
@@ -16,6 +17,7 @@ refused.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distdec.hf.experts import ExpertShapes, own_experts, split_range, width_range
 from distdec.hf.linears import GatherLinear, RowLinear, SplitNorm, VocabEmbedding
 from distdec.hf.sharding import Sharding, local_heads, mark, sharding_of
 from distdec.merge import column_range
 from distdec.mesh import Mesh
-from distdec.planner import ModelShape, query_mode
+from distdec.planner import ModelShape, expert_mode, query_mode
 
 # norms whose root mean square runs over all heads: x / sqrt(mean(x^2) + variance_epsilon), times the weight
 _NORMS_OVER_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
@@ -49,21 +52,15 @@ Fetch = Callable[[str, Cut | None], Tensor]
 """Returns a rank's part of the parameter of this name (None: the whole of it)."""
 
 
-def split_range(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return rank's range of `size` items over `ranks` ranks; sizes differ by at most one.
-
-    Example: 1536 over 5 ranks: 307, 307, 307, 307, 308.
-    """
-    return size * rank // ranks, size * (rank + 1) // ranks
-
-
-def shard(model: nn.Module, mesh: Mesh, *, queries: str = "auto") -> nn.Module:
+def shard(model: nn.Module, mesh: Mesh, *, queries: str = "auto", experts: str = "auto") -> nn.Module:
     """Replace a loaded model's weights by this rank's part of them, in place, and move it to `mesh.device`.
 
     Args:
         model: a transformers causal LM with all its weights, the same on every rank; it may still be on the CPU.
         queries: `replicate` computes a tp group's queries on each of its kvp ranks, `gather` splits their projection
             along kvp and gathers the result; `auto` takes what `planner.query_mode` estimates to be faster.
+        experts: `width` gives each rank a stretch of every expert's width, `expert` a stretch of the experts; `auto`
+            takes what `planner.expert_mode` finds to divide. Models without experts have no use for it.
 
     Returns:
         The same model. Give it to a `DistributedCache` on the same mesh; `generate` is then used as before.
@@ -84,10 +81,12 @@ def shard(model: nn.Module, mesh: Mesh, *, queries: str = "auto") -> nn.Module:
         full = params[name].detach()
         return (full if cut is None else cut.of(full)).to(mesh.device)
 
-    return parallelise(model, mesh, fetch, queries=queries).to(mesh.device)
+    return parallelise(model, mesh, fetch, queries=queries, experts=experts).to(mesh.device)
 
 
-def parallelise(model: nn.Module, mesh: Mesh, fetch: Fetch, *, queries: str = "auto") -> nn.Module:
+def parallelise(
+    model: nn.Module, mesh: Mesh, fetch: Fetch, *, queries: str = "auto", experts: str = "auto"
+) -> nn.Module:
     """Give every parameter of `model` this rank's part, from `fetch`, and put the collectives in.
 
     Args:
@@ -99,22 +98,26 @@ def parallelise(model: nn.Module, mesh: Mesh, fetch: Fetch, *, queries: str = "a
     """
     if queries not in ("auto", "replicate", "gather"):
         raise ValueError(f"queries must be 'auto', 'replicate' or 'gather', got {queries!r}")
-    sharder = _Sharder(model, mesh, fetch, queries)
+    if experts not in ("auto", "width", "expert"):
+        raise ValueError(f"experts must be 'auto', 'width' or 'expert', got {experts!r}")
+    sharder = _Sharder(model, mesh, fetch, queries, experts)
     sharder.run()
-    mark(model, Sharding(mesh.kvp_size, mesh.tp_size, mesh.rank, sharder.queries))
+    mark(model, Sharding(mesh.kvp_size, mesh.tp_size, mesh.rank, sharder.queries, "+".join(sharder.expert_modes)))
     return model
 
 
 class _Sharder:
     """One walk over the module tree."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, fetch: Fetch, queries: str) -> None:
+    def __init__(self, model: nn.Module, mesh: Mesh, fetch: Fetch, queries: str, experts: str) -> None:
         self.model = model
         self.mesh = mesh
         self.fetch = fetch
         self.config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
         self.q_heads, self.kv_heads = local_heads(self.config, mesh)
         self.queries = self._query_mode(queries)
+        self.experts = experts
+        self.expert_modes: set[str] = set()
         self.world = mesh.group if mesh.world_size > 1 else None
         self.done: set[str] = set()
         self.num_attentions = self.num_mlps = 0
@@ -140,6 +143,8 @@ class _Sharder:
                 f"cannot shard {type(self.model).__name__}: {self.num_attentions} of {layers} layers have an "
                 f"attention that is recognised (o_proj next to q_proj or qkv_proj), {self.num_mlps} an MLP (down_proj)"
             )
+        if self.experts == "expert" and not self.expert_modes:
+            raise ValueError(f"experts='expert' needs fused experts, which {type(self.model).__name__} does not have")
         self._vocabulary(modules, tied)
         for name, param in list(self.model.named_parameters(remove_duplicate=False)):
             if name not in self.done:
@@ -272,13 +277,38 @@ class _Sharder:
         self._row_linear(f"{name}.down_proj", width, (start, stop), width, (start, stop))
 
     def _experts(self, name: str, module: nn.Module) -> None:
-        gate_up, down = module.gate_up_proj, module.down_proj
+        """Cut fused experts; their outputs are parts of the sum that is then taken over all ranks."""
+        shapes = ExpertShapes.of(name, module)
+        mode = self._expert_mode(name, module, shapes)
+        if mode == "expert":
+            start, stop = split_range(shapes.num_experts, self.mesh.world_size, self.mesh.rank)
+            for leaf in dict(module.named_parameters(recurse=False)):
+                self._cut(f"{name}.{leaf}", Cut(0, ((start, stop),)))
+            module.forward = functools.partial(own_experts, module, start)
+        else:
+            self._expert_widths(name, module, shapes)
+        if self.world is not None:
+            module.register_forward_hook(_sum_over(self.world))
+
+    def _expert_mode(self, name: str, module: nn.Module, shapes: ExpertShapes) -> str:
+        world = self.mesh.world_size
+        # what `own_experts` needs to know of the step between the two products
+        known = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+        if self.experts == "auto":
+            mode = expert_mode(shapes.num_experts, shapes.width, world) if known else "width"
+        else:
+            mode = self.experts
+        if mode == "expert" and (shapes.num_experts < world or not known):
+            fault = f"{shapes.num_experts} experts are fewer than {world} ranks" if known else "its gate is not known"
+            raise ValueError(f"cannot shard {name} ({type(module).__name__}) by expert: {fault}; use experts='width'")
+        self.expert_modes.add(mode)
+        return mode
+
+    def _expert_widths(self, name: str, module: nn.Module, shapes: ExpertShapes) -> None:
         world, rank = self.mesh.world_size, self.mesh.rank
-        # [E, 2I, H] and [E, H, I] (gate above up), or transposed [E, H, 2I] and [E, I, H] with gate and up interleaved
-        interleaved = gate_up.shape[2] == 2 * down.shape[1] and gate_up.shape[1] == down.shape[2]
-        width = down.shape[1] if interleaved else down.shape[2]
-        start, stop = split_range(width, world, rank)
-        if interleaved:
+        width = shapes.width
+        start, stop = width_range(width, world, rank)
+        if shapes.interleaved:
             self._cut(f"{name}.gate_up_proj", Cut(2, ((2 * start, 2 * stop),)))
             self._cut(f"{name}.down_proj", Cut(1, ((start, stop),)))
             if hasattr(module, "gate_up_proj_bias"):
@@ -290,8 +320,6 @@ class _Sharder:
             # each rank would add it to its own part of the sum
             bias = module.down_proj_bias
             self._set(f"{name}.down_proj_bias", torch.zeros(bias.shape, dtype=bias.dtype, device=self.mesh.device))
-        if self.world is not None:
-            module.register_forward_hook(_sum_over(self.world))
 
     def _vocabulary(self, modules: dict[str, nn.Module], tied: bool) -> None:
         embedding = self.model.get_input_embeddings()

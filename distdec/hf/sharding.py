@@ -15,12 +15,16 @@ _MARK = "_distdec_sharding"
 
 
 class Sharding(NamedTuple):
-    """How a model's weights are sharded; `queries` is `replicate` or `gather`."""
+    """How a model's weights are sharded: `queries` by `replicate` or `gather`, `experts` by `width` or `expert`.
+
+    A model without experts has "" there.
+    """
 
     kvp_size: int
     tp_size: int
     rank: int
     queries: str
+    experts: str = ""
 
 
 class RankHeads(NamedTuple):

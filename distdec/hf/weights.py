@@ -127,6 +127,7 @@ def load_sharded(
     *,
     dtype: torch.dtype,
     queries: str = "auto",
+    experts: str = "auto",
     progress: Callable[[str], None] | None = None,
 ) -> nn.Module:
     """Load a causal LM with this rank's part of the weights, ready for `hf.attention`.
@@ -134,7 +135,7 @@ def load_sharded(
     Args:
         folder: a transformers model folder with safetensors weights.
         dtype: of the parameters, whatever the checkpoint's.
-        queries: as in `parallel.shard`.
+        queries, experts: as in `parallel.shard`.
         progress: called with each parameter's name once it is in place.
 
     Raises:
@@ -169,7 +170,7 @@ def load_sharded(
                 progress(name)
             return value
 
-        parallelise(model, mesh, fetch, queries=queries)
+        parallelise(model, mesh, fetch, queries=queries, experts=experts)
         model.bytes_read = checkpoint.bytes_read
     left = [n for n, p in model.named_parameters() if p.is_meta]
     assert not left, f"parameters left without weights: {left[:5]}"
@@ -256,10 +257,13 @@ def _stack_experts(
     """Read a fused expert parameter [E, rows, columns] from per-expert matrices.
 
     A source's names are stacked along the rows: for gate above up, a cut along dim 1 has one range in each half, and
-    reads one range of each of the two. A cut along dim 2 reads those columns of each.
+    reads one range of each of the two. A cut along dim 2 reads those columns of each, one along dim 0 those experts.
     """
-    out = []
-    for expert in range(source.experts):
+    out, wanted = [], range(source.experts)
+    if cut is not None and cut.dim == 0:
+        [(start, stop)] = cut.ranges
+        wanted, cut = range(start, stop), None
+    for expert in wanted:
         parts = []
         for i, name in enumerate(source.names):
             tensor = name.format(e=expert)
