@@ -17,7 +17,7 @@ to the end of the next, the maximum over the ranks. Arrivals over time are in be
 from __future__ import annotations
 
 import argparse
-import itertools
+import os
 import sys
 from collections.abc import Callable
 
@@ -25,11 +25,21 @@ import benchlib
 import numpy as np
 from bench_generate import generate
 from bench_host import HostClock
-from bench_model import layouts
 from bench_prompts import itl, itl_tokens, prefill, prefix, sweep
-from bench_run import Bench, open_mesh, parse
-from bench_session import WARM_UP, Layout, Need, Session, drive, gaps, timing_fields, unsplit
-from bench_weights import MODELS
+from bench_run import parse
+from bench_session import (
+    WARM_UP,
+    Layout,
+    Need,
+    Session,
+    drive,
+    gaps,
+    main_loop,
+    session_arguments,
+    timing_fields,
+    unsplit,
+    whole_chunks,
+)
 
 from distdec.engine import StepResult
 
@@ -120,12 +130,6 @@ def batch64(session: Session) -> None:
     session.drop()
 
 
-def whole_chunks(rows: int, length: int, layout: Layout) -> int:
-    """Return the tokens of cache that rows of a length take, in chunks of 1,024 that several ranks fill unevenly."""
-    each = -(-length // 1024) * 1024 + (1024 if layout.kvp > 1 else 0)
-    return rows * each + 2048
-
-
 def needs(section: str, args: argparse.Namespace, layout: Layout) -> Need:
     """Return what a section asks of the engine."""
 
@@ -186,15 +190,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
+    session_arguments(parser)
     add = parser.add_argument
-    add("--model", choices=sorted(MODELS), default="llama-3-8b")
-    add("--layouts", default="", help="of single, kvpN, tpN, kvpNtpM; default: all ranks along the sequence")
-    add("--graphs", choices=("auto", "on", "off"), default="auto")
-    add("--merge", default="auto", help="as parallel.merge")
-    add("--option", action="append", default=[], help="section.key=value of the engine's config, may be repeated")
     add("--steps", type=int, default=64, help="decode steps that count")
     add("--contexts", type=numbers, default=None, help="tpot; default 8K, 128K and 512K, on several ranks 1M")
-    add("--prefill-slice", type=int, default=2048)
     add("--prompt-len", type=int, default=131072, help="prefill, itl: tokens of the long prompt")
     add("--prefix-len", type=int, default=32768)
     add("--shared", type=float, default=0.9, help="prefix: share of the second prompt that is the first's")
@@ -218,36 +217,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(__doc__ or "", list(SECTIONS), argv, arguments)
     if args.smoke:
         vars(args).update(SMOKE)
-    mesh = open_mesh(args)
-    args.contexts = args.contexts or ([1 << 20] if mesh.world_size > 1 else [8192, 131072, 524288])
-    try:
-        bench = Bench("bench_engine", args, mesh)
-        wanted = args.layouts or ("single" if mesh.world_size == 1 else f"kvp{mesh.world_size}")
-        for layout in itertools.starmap(Layout, layouts(bench, wanted)):
-            if layout.kvp * layout.tp != mesh.world_size:
-                raise ValueError(f"layout {layout.name} is one rank's; {mesh.world_size} were started")
-            run(bench, layout)
-        bench.recorder.close()
-        return int(bench.recorder.counts["check_failed"] + bench.recorder.counts["error"] > 0)
-    finally:
-        mesh.close()
-
-
-def run(bench: Bench, layout: Layout) -> None:
-    """Run the sections in one layout."""
-    args, need = bench.args, Need(1, 0, 1)
-    for name in args.sections:
-        need |= needs(name, args, layout)
-    session = Session(bench, layout, need, args)
-    try:
-        for name in args.sections:
-            if bench.mesh.rank == 0:
-                print(f"-- {layout.name} {name}, {bench.budget.left:.0f} s left", flush=True)
-            with bench.point(name, {"layout": layout.name}, "section") as go:
-                if go:
-                    SECTIONS[name](session)
-    finally:
-        session.close()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    args.contexts = args.contexts or ([1 << 20] if ranks > 1 else [8192, 131072, 524288])
+    return main_loop("bench_engine", args, SECTIONS, needs)
 
 
 if __name__ == "__main__":

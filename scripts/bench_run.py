@@ -86,6 +86,11 @@ class Bench:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.mesh.control_group)
         return tensor.tolist()
 
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def timer(self, **options: Any) -> Timer:
         """Return a timer with this run's rounds and rank reduction."""
         options.setdefault("rounds", 2 if self.smoke else self.args.rounds)

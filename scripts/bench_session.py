@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import benchlib
 import torch
-from bench_run import CEILING, Bench
+from bench_model import layouts
+from bench_run import CEILING, Bench, open_mesh
 from bench_timing import Timing, kernel_names, summarize, time_calls
 from bench_weights import MODELS, build
 
@@ -97,18 +98,23 @@ class Session:
     @property
     def runner(self) -> Runner:
         if self._runner is None:
-            made: list[Runner] = []
             start = time.perf_counter()
-            self.kernels = kernel_names(
-                lambda: made.append(Runner.build(self.model, self.mesh, self.config, self.need.tokens))
-            )
-            self._runner = made[0]
+            self._runner = Runner.build(self.model, self.mesh, self.config, self.need.tokens)
+            # twice: what is compiled while launches are watched would stay slow
+            self._request()
+            self.kernels = kernel_names(self._request)
             for pool in (self._runner.cache.pool.k, self._runner.cache.pool.v):
                 for layer in pool:
                     layer.normal_()
             if self.mesh.is_leader:
                 print(f"model, cache of {self.need.tokens} tokens and captures: {time.perf_counter() - start:.1f} s")
         return self._runner
+
+    def _request(self) -> None:
+        """Run a short request, its decode steps eagerly."""
+        graphs, self.runner.graphs = self.runner.graphs, None
+        self.engine().generate([([5] * 40, greedy(3))])
+        self.runner.graphs = graphs
 
     def engine(self, *, prefix_caching: bool = False, **scheduler: Any) -> Engine:
         """Return a new engine on the same model and cache, which holds no sequence."""
@@ -140,8 +146,8 @@ class Session:
     def describe(self, **more: Any) -> dict[str, Any]:
         """Return the config of a record."""
         layout = {"model": self.model_name, "layout": self.layout.name, "kvp": self.layout.kvp, "tp": self.layout.tp}
-        how = {"dtype": str(self.dtype).removeprefix("torch."), "graphs": self.args.graphs, "option": self.args.option}
-        return {**layout, **how, **more}
+        how = {"graphs": self.args.graphs, "compile": self.config.backend.compile, "option": self.args.option}
+        return {**layout, "dtype": str(self.dtype).removeprefix("torch."), **how, **more}
 
     def fields(self) -> dict[str, Any]:
         """Return what a record holds beside its times."""
@@ -277,3 +283,57 @@ def unsplit(runner: Runner, need: Need) -> None:
     cache.buffers.schedule_for(cache.pool)
     if captured is not None:
         runner.capture(need.rows, need.budget)
+
+
+def whole_chunks(rows: int, length: int, layout: Layout) -> int:
+    """Return the tokens of cache that rows of a length take, in chunks of 1,024 that several ranks fill unevenly."""
+    each = -(-length // 1024) * 1024 + (1024 if layout.kvp > 1 else 0)
+    return rows * each + 2048
+
+
+def session_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a session reads."""
+    add = parser.add_argument
+    add("--model", choices=sorted(MODELS), default="llama-3-8b")
+    add("--layouts", default="", help="of single, kvpN, tpN, kvpNtpM; default: all ranks along the sequence")
+    add("--graphs", choices=("auto", "on", "off"), default="auto")
+    add("--merge", default="auto", help="as parallel.merge")
+    add("--option", action="append", default=[], help="section.key=value of the engine's config, may be repeated")
+    add("--prefill-slice", type=int, default=2048)
+
+
+Needs = Callable[[str, argparse.Namespace, Layout], Need]
+
+
+def main_loop(
+    script: str, args: argparse.Namespace, sections: dict[str, Callable[[Session], None]], needs: Needs
+) -> int:
+    """Run the chosen sections in every layout; return the exit status, 1 where an error came."""
+    mesh = open_mesh(args)
+    try:
+        bench = Bench(script, args, mesh)
+        wanted = args.layouts or ("single" if mesh.world_size == 1 else f"kvp{mesh.world_size}")
+        for layout in itertools.starmap(Layout, layouts(bench, wanted)):
+            if layout.kvp * layout.tp != mesh.world_size:
+                raise ValueError(f"layout {layout.name} is one rank's; {mesh.world_size} were started")
+            _run(bench, layout, sections, needs)
+        bench.recorder.close()
+        return int(bench.recorder.counts["check_failed"] + bench.recorder.counts["error"] > 0)
+    finally:
+        mesh.close()
+
+
+def _run(bench: Bench, layout: Layout, sections: dict[str, Callable[[Session], None]], needs: Needs) -> None:
+    args, need = bench.args, Need(1, 0, 1)
+    for name in args.sections:
+        need |= needs(name, args, layout)
+    session = Session(bench, layout, need, args)
+    try:
+        for name in args.sections:
+            if bench.mesh.rank == 0:
+                print(f"-- {layout.name} {name}, {bench.budget.left:.0f} s left", flush=True)
+            with bench.point(name, {"layout": layout.name}, "section") as go:
+                if go:
+                    sections[name](session)
+    finally:
+        session.close()
