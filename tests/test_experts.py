@@ -76,6 +76,14 @@ def test_the_parts_of_all_ranks_are_the_whole(monkeypatch, family, case):
         assert [bool(part.any()) for part in found] == [True, False, False, True]
 
 
+def test_nothing_waits_for_the_device():
+    with torch.device("meta"):
+        hidden, index, weights = torch.empty(7, 48), torch.empty(7, 2, dtype=torch.int64), torch.empty(7, 2)
+        module = experts_of(tiny_model("gpt_oss", "distdec", device="meta", dtype=torch.bfloat16))[0]
+    out = own_experts(module, 2, hidden.bfloat16(), index, weights)
+    assert (out.shape, out.dtype) == ((7, 48), torch.bfloat16)
+
+
 def test_nan_stays_in_its_row():
     torch.manual_seed(4)
     hidden, index = torch.randn(7, 48), routed("spread", 7, 6)

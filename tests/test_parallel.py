@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hf_models import tiny_config, tiny_model
 from test_weights import rank_of
 
@@ -77,6 +78,57 @@ def test_more_query_parallel_ranks_than_heads_are_refused_with_the_legal_sizes()
         ValueError, match=r"4 x 8 = 32 is not the number of ranks, 8.*legal \(kvp, tp\): \(8, 1\), \(4, 2\)"
     ):
         validate_layout(8, 4, 8, 32, 2)
+
+
+def parts_of_a_layer(model, mesh, x):
+    """What one rank adds to the sums after the output projection and the MLP, seeing all tokens, as along kvp."""
+    layer = model.model.layers[0]
+    attention, mlp = layer.self_attn, layer.mlp
+    q, k, v = (
+        getattr(attention, name)(x).unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
+        for name in ("q_proj", "k_proj", "v_proj")
+    )
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1).flatten(1)
+    start, stop = attention.o_proj.columns if mesh.world_size > 1 else (0, out.shape[1])
+    wide = F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)
+    return F.linear(out[:, start:stop], attention.o_proj.weight), F.linear(wide, mlp.down_proj.weight)
+
+
+def check_parts(model, kvp, tp, x, want):
+    sums, words = [0, 0], []
+    for rank in range(kvp * tp):
+        mesh = rank_of(kvp, tp, rank)
+        mine = shard(copy.deepcopy(model), mesh, queries="replicate")
+        sums = [total + part for total, part in zip(sums, parts_of_a_layer(mine, mesh, x), strict=True)]
+        words += [mine.lm_head.weight]
+    for total, whole in zip(sums, want, strict=True):
+        torch.testing.assert_close(total, whole, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat(words), model.lm_head.weight)
+
+
+@pytest.mark.parametrize("num_kv_heads", range(1, 9))
+def test_every_layout_up_to_eight_ranks_adds_up_or_is_refused(num_kv_heads):
+    torch.manual_seed(1)
+    tried = 0
+    for group_size in (1, 3, 8):
+        num_q_heads, hidden = num_kv_heads * group_size, 2 * num_kv_heads * group_size
+        sizes = {"num_key_value_heads": num_kv_heads, "num_attention_heads": num_q_heads, "head_dim": 8}
+        model = tiny_model("llama", "distdec", hidden_size=hidden, num_hidden_layers=1, **sizes)
+        x = torch.randn(5, hidden)
+        with torch.no_grad():
+            want = parts_of_a_layer(model, Mesh.single(), x)
+            for kvp in range(1, 9):
+                for tp in range(1, 8 // kvp + 1):
+                    if num_kv_heads % tp == 0:
+                        tried += 1
+                        check_parts(model, kvp, tp, x, want)
+                        continue
+                    told = f"kvp={kvp}, tp={tp}, num_q_heads={num_q_heads}, num_kv_heads={num_kv_heads}"
+                    for refuse in (shard, check_model):
+                        with pytest.raises(ValueError, match=told):
+                            refuse(model, rank_of(kvp, tp, 0))
+    # all kvp with tp 1, and what divides
+    assert tried == 3 * sum(8 // tp for tp in range(1, 9) if num_kv_heads % tp == 0)
 
 
 def test_ranges_cover_everything_once():

@@ -159,7 +159,8 @@ def test_two_kv_heads_on_eight_ranks_are_not_repeated(ranks, kvp, tp, queries):
     check_shares(ranks, kvp, tp, queries)
 
 
-HEADS = [(1, 1), (1, 3), (2, 1), (2, 3), (3, 1), (3, 3), (4, 1), (4, 2), (6, 1), (8, 1), (8, 2)]
+# (KV heads, query heads of each): every count of KV heads up to the number of ranks, groups of one and of several
+HEADS = [(1, 1), (1, 8), (2, 1), (2, 3), (3, 1), (3, 3), (4, 1), (4, 2), (5, 3), (6, 1), (7, 1), (8, 1), (8, 2)]
 
 
 def with_heads(num_kv_heads, group_size):
@@ -169,7 +170,7 @@ def with_heads(num_kv_heads, group_size):
 
 
 def every_head_count(kvp, tp, wants):
-    """For each head count: the error of the logits, or what the refusal says."""
+    """For each head count: the error of the logits, or what the refusal says; sharded, then as a whole model."""
     from distdec import shard
     from distdec.mesh import Mesh
 
@@ -177,14 +178,14 @@ def every_head_count(kvp, tp, wants):
     with Mesh.create(kvp, tp, device="cpu") as mesh:
         for heads, want in zip(HEADS, wants, strict=True):
             model = lively_model("llama", "distdec", **dict(with_heads(*heads)))
-            try:
-                model = shard(model, mesh)
-            except ValueError as refusal:
-                found.append(str(refusal))
-                continue
-            *got, _ = packed(model, mesh, "auto", new_tokens=2)
-            found.append(error(got, want))
-    return found
+            for prepare in (lambda model: model, lambda model: shard(model, mesh)):
+                try:
+                    *got, _ = packed(prepare(model), mesh, "auto", new_tokens=2)
+                except ValueError as refusal:
+                    found.append(str(refusal))
+                    continue
+                found.append(error(got, want))
+    return found[0::2], found[1::2]
 
 
 def check_layouts(ranks, world):
@@ -196,13 +197,19 @@ def check_layouts(ranks, world):
         if world % tp:
             continue
         kvp = world // tp
-        for found in ranks(world).run(every_head_count, kvp, tp, wants, timeout_s=TIMEOUT_S):
-            for (num_kv_heads, group_size), result in zip(HEADS, found, strict=True):
+        for whole, sharded in ranks(world).run(every_head_count, kvp, tp, wants, timeout_s=TIMEOUT_S):
+            for (num_kv_heads, group_size), of_whole, result in zip(HEADS, whole, sharded, strict=True):
+                layout = (kvp, tp, num_kv_heads, group_size)
                 if num_kv_heads % tp:
                     told = f"kvp={kvp}, tp={tp}, num_q_heads={num_kv_heads * group_size}, num_kv_heads={num_kv_heads}"
                     assert told in result
+                    assert told in of_whole
+                    continue
+                assert result <= TOLERANCE, layout
+                if tp > 1:
+                    assert f"{num_kv_heads} KV heads on this rank" in of_whole, layout
                 else:
-                    assert result <= TOLERANCE, (kvp, tp, num_kv_heads, group_size)
+                    assert of_whole <= TOLERANCE, layout
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -75,7 +75,8 @@ def own_experts(module: nn.Module, first: int, hidden: Tensor, index: Tensor, we
         hidden: [T, H]; index: [T, K] int64, experts of each token; weights: [T, K]; returns [T, H]
 
     Notes:
-        Graph-safe: shapes do not depend on the routing. Host sync: none.
+        Graph-safe: in bfloat16; shapes do not depend on the routing. Host sync: none in bfloat16 (in float32 torch's
+        grouped product waits for the device).
     """
     num_own, num_slots = module.gate_up_proj.shape[0], index.shape[1]
     local = index.flatten() - first
