@@ -77,7 +77,9 @@ class DistributedAttention:
             ranks, sinks included), columns (start, stop)
 
         Raises:
-            ValueError: shapes that do not match the step or the pool.
+            ValueError: shapes, dtypes or devices that do not match the step or the pool; a batch that is not the
+                cache's last one; a negative scale or softcap.
+            RuntimeError: a gradient is asked for.
 
         Notes:
             In-place: writes the pool. Collective: the merge's, over the kvp axis, on every rank, with or without
@@ -85,10 +87,12 @@ class DistributedAttention:
         """
         k_pool, v_pool = self.cache.pool.layer(layer)
         shapes = (q.shape, k.shape, v.shape, k_pool.shape, v_pool.shape, batch.num_tokens)
+        kinds = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
         # the same in all layers of a step
-        if shapes != self._checked:
+        if (shapes, kinds) != self._checked:
             self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
-            self._checked = shapes
+            self._checked = (shapes, kinds)
+        self._check_call(q, k, v, batch, scale, softcap, sinks)
         self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         options = {"scale": scale, "window": window, "softcap": softcap}
@@ -181,5 +185,31 @@ class DistributedAttention:
                 f"expected k {want_k} and v {want_v} for this step and pool, got {tuple(k.shape)} and {tuple(v.shape)}"
             )
         heads, head_dim = k_pool.shape[1:]
-        if q.dim() != 3 or q.shape[0] != tokens or q.shape[2] != head_dim or q.shape[1] % heads:
+        if q.dim() != 3 or q.shape[0] != tokens or q.shape[2] != head_dim or q.shape[1] % heads or not q.shape[1]:
             raise ValueError(f"expected q [{tokens}, a multiple of {heads} heads, {head_dim}], got {tuple(q.shape)}")
+        if not (q.is_floating_point() and k.is_floating_point() and v.is_floating_point()):
+            raise ValueError(f"expected floating q, k and v, got {q.dtype}, {k.dtype} and {v.dtype}")
+        if not q.device == k.device == v.device == k_pool.device:
+            raise ValueError(f"expected q, k and v on {k_pool.device}, got {q.device}, {k.device} and {v.device}")
+
+    def _check_call(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        batch: StepBatch,
+        scale: float | None,
+        softcap: float,
+        sinks: Tensor | None,
+    ) -> None:
+        """Refuse what can differ from call to call."""
+        if batch is not self.cache.buffers.derived:
+            raise ValueError("this batch is not what begin_step() of this cache returned last; its tables are gone")
+        if softcap < 0.0 or (scale is not None and scale < 0.0):
+            # the kernels take the largest score for the largest product
+            raise ValueError(f"scale and softcap must not be negative, got {scale} and {softcap}")
+        if sinks is not None and (sinks.device != q.device or not sinks.is_floating_point()):
+            raise ValueError(f"expected floating sinks on {q.device}, got {sinks.dtype} on {sinks.device}")
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            # the store would make the pool a part of the graph, which would then grow with every step
+            raise RuntimeError("attention over the cache is for inference: call it under torch.no_grad()")

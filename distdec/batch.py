@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from distdec.cache.kv_cache import KVCache
+from distdec.cache.layout import MAX_INDEX
 from distdec.cache.pool import KVPool
 from distdec.cache.sequence import ViewTable
 from distdec.ops.backends import OpsBackend
@@ -103,12 +105,14 @@ class StepBuffers:
         self.kvp_rank = kvp_rank
         self.backend = backend
         self.tile_tokens = backend.tile_tokens(kv.layout)
-        self.windows = tuple(sorted({0, *windows}))
+        self.windows = tuple(sorted({0, *map(_checked_window, windows)}))
         self.device = torch.device(device)
         self.generation = 0
         self._capacity = (0, 0, 0)
         self._pool: KVPool | None = None
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
+        # the only batch that layers may use now
+        self.derived: StepBatch | None = None
         self._grow(max_tokens, max_rows, max_views)
 
     def schedule_for(self, pool: KVPool) -> None:
@@ -125,7 +129,7 @@ class StepBuffers:
 
     def announce_window(self, window: int) -> None:
         """Add a sliding window that later steps will be asked for. Takes effect at the next `fill`."""
-        if window not in self.windows:
+        if _checked_window(window) not in self.windows:
             self.windows = tuple(sorted({*self.windows, window}))
             self._grow(*self._capacity, force=True)
 
@@ -175,6 +179,7 @@ class StepBuffers:
         Notes:
             Graph-safe: reads what `fill` has copied to the device. Host sync: none.
         """
+        self.derived = batch
         self.backend.derive_tiles(self.view_table, self.num_views, self.tile_tokens, self.tile_table)
         for tables in batch.decode_tables.values():
             if tables.schedule is not None and self.backend.derive_spans is not None:
@@ -342,3 +347,10 @@ class StepBuffers:
 def _round_up(n: int) -> int:
     """Next power of two: capacities double, so that growth is rare."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def _checked_window(window: int) -> int:
+    """Refuse what is no window: positions are 31 bits wide, and a wider window would wrap around in the kernels."""
+    if isinstance(window, bool) or not isinstance(window, Integral) or not 0 <= window <= MAX_INDEX:
+        raise ValueError(f"a sliding window must be an integer from 1 to {MAX_INDEX}, or 0 for none, got {window!r}")
+    return int(window)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from distdec.batch import StepBatch, StepBuffers
+from distdec.batch import MAX_DECODE_TOKENS, StepBatch, StepBuffers
 from distdec.cache.kv_cache import KVCache
-from distdec.cache.layout import CacheLayout
+from distdec.cache.layout import CacheLayout, _chunk_sizes, _integer
 from distdec.cache.pool import KVPool
 from distdec.mesh import Mesh
 from distdec.ops.backends import OpsBackend, get_backend
@@ -37,7 +37,8 @@ class ShardedCache:
         prefix_caching: whether an engine shall share the pages of equal prefixes.
 
     Raises:
-        ValueError: neither or both of `max_tokens` and `num_frames`, or a layout that `CacheLayout` refuses.
+        ValueError: neither or both of `max_tokens` and `num_frames`, a size below 1, a dtype that cannot be stored, or
+            a layout that `CacheLayout` refuses.
 
     Example:
         >>> cache = ShardedCache(mesh, num_layers=2, num_kv_heads=2, head_dim=64, max_tokens=4096)
@@ -70,8 +71,14 @@ class ShardedCache:
             raise ValueError(
                 f"give either max_tokens or num_frames, got max_tokens={max_tokens}, num_frames={num_frames}"
             )
+        for name, size in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            _integer(name, size, 1)
         if num_frames is None:
-            num_frames = _frames_for(int(max_tokens or 0), mesh.kvp_size, min_chunk, max_chunk, weights)
+            min_chunk, max_chunk = _chunk_sizes(min_chunk, max_chunk)
+            if weights is not None:
+                weights = [_integer("weights", weight, 1) for weight in weights]
+            max_tokens = _integer("max_tokens", max_tokens, 0)
+            num_frames = _frames_for(max_tokens, mesh.kvp_size, min_chunk, max_chunk, weights)
         if len(num_frames) != mesh.kvp_size:
             # tokens would go to ranks that do not exist, and be missing from every attention
             raise ValueError(
@@ -111,10 +118,17 @@ class ShardedCache:
 
         Raises:
             CacheFull: the step does not fit; nothing was reserved.
+            KeyError, ValueError: a sequence that is not in the cache or stands in two rows, a count or q_len that no
+                row may have; nothing was reserved.
 
         Notes:
             In-place: overwrites the batch of the step before. Collective: none.
         """
+        if len(dict(rows)) < len(rows):
+            # both rows would be the sequence's last tokens
+            raise ValueError(f"a sequence may stand in one row of a step only, got rows {list(rows)}")
+        if q_len is not None and not 1 <= q_len <= MAX_DECODE_TOKENS:
+            raise ValueError(f"q_len must be 1 to {MAX_DECODE_TOKENS}, got {q_len}")
         self.kv.extend_all(rows)
         return self.buffers.fill(rows, q_len=q_len, pad=pad, derive=derive)
 

@@ -161,7 +161,7 @@ class KVCache:
         """Reserve slots for the tokens of all `(seq_id, num_tokens)`, or for none; otherwise as `extend`."""
         seqs = [self._get(seq_id) for seq_id, _ in rows]
         for seq, (_, count) in zip(seqs, rows, strict=True):
-            if seq.length + count > MAX_INDEX or count < 0:
+            if seq.length + operator.index(count) > MAX_INDEX or count < 0:
                 raise ValueError(
                     f"num_tokens must be from 0 to {MAX_INDEX - seq.length} for a sequence of {seq.length} tokens, "
                     f"got {count}"

@@ -34,7 +34,13 @@ class KVPool:
         v_head_dim: int | None = None,
         poison: bool = False,
     ) -> None:
-        """Allocate; nothing is initialised unless poisoned."""
+        """Allocate; nothing is initialised unless poisoned.
+
+        Raises:
+            ValueError: a dtype that is no floating one of 16 bits or more.
+        """
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            raise ValueError(f"keys and values are stored in float32, bfloat16 or float16, got {dtype}")
         self.num_kv_heads, self.head_dim, self.v_head_dim = num_kv_heads, head_dim, v_head_dim or head_dim
         self.k = torch.empty(num_layers, num_slots, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.v = torch.empty(num_layers, num_slots, num_kv_heads, self.v_head_dim, dtype=dtype, device=device)
@@ -46,6 +52,8 @@ class KVPool:
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values of one layer, views of the pool."""
+        if not 0 <= index < self.k.shape[0]:
+            raise IndexError(f"layer must be 0 to {self.k.shape[0] - 1}, got {index}")
         return self._layers[index]
 
     @property

@@ -52,7 +52,7 @@ def get_backend(backend: str | OpsBackend, device: torch.device | str) -> OpsBac
             `register_backend` returns.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: unknown name, or Triton on the CPU without its interpreter.
     """
     if isinstance(backend, OpsBackend):
         return backend
@@ -61,7 +61,7 @@ def get_backend(backend: str | OpsBackend, device: torch.device | str) -> OpsBac
     if backend == "reference":
         return _reference()
     if backend == "triton":
-        return _triton()
+        return _triton(torch.device(device))
     raise ValueError(f"unknown ops backend {backend!r}; legal: 'auto', 'reference', 'triton', or an OpsBackend")
 
 
@@ -107,16 +107,18 @@ def _reference() -> OpsBackend:
     return OpsBackend("reference", store_kv, decode, prefill, derive_tiles)
 
 
-def _triton() -> OpsBackend:
+def _triton(device: torch.device) -> OpsBackend:
     # imported here: the reference runs where Triton is not installed
     from distdec.ops.combine_triton import combine_splits, fold_ranks
     from distdec.ops.decode_triton import TILE_TOKENS, decode, decode_splits, plan_spans
-    from distdec.ops.launch_triton import Plans
+    from distdec.ops.launch_triton import Plans, needs_gpu
     from distdec.ops.prefill_triton import prefill
     from distdec.ops.schedule_triton import derive_tiles
     from distdec.ops.spans_triton import derive_spans
-    from distdec.ops.store_kv_triton import store_kv
+    from distdec.ops.store_kv_triton import store_kv, store_kv_kernel
 
+    if device.type == "cpu" and needs_gpu(store_kv_kernel):
+        raise ValueError("backend 'triton' needs a GPU; on the CPU take 'reference' (or TRITON_INTERPRET=1, for tests)")
     plans = Plans()
     return OpsBackend(
         "triton",

@@ -8,6 +8,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 MAX_PLANS = 512
 """Shapes that are kept: a few dozen for each number of rows, so that a server that has seen more starts again."""
@@ -61,6 +62,11 @@ class Launch:
             # the interpreter has nothing to keep
             if compiled is not None:
                 self._again[alignment] = compiled[self._grid]
+
+
+def needs_gpu(kernel: Any) -> bool:
+    """Tell whether a kernel will be compiled; with TRITON_INTERPRET=1 it is interpreted instead."""
+    return isinstance(kernel, JITFunction)
 
 
 class Plans(dict[Hashable, Any]):
