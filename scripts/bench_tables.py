@@ -96,6 +96,9 @@ class Section(NamedTuple):
     value: str = "median_us"
 
 
+POINT = ("batch", "context", "prompt", "prefill_slice", "max_pending_prefills", "decode_deadline_ms", "shared")
+TPOT = ["model", "layout", "context", "compile"]
+
 SECTIONS = [
     Section("Decode, uniform batches, us", "bench_compare", "grid", ["num_q_heads", "batch", "context", "kv_mb"]),
     Section("Decode beside FlexAttention, us", "bench_compare", "flex", ["num_q_heads", "batch", "context"]),
@@ -120,6 +123,16 @@ SECTIONS = [
     Section("Attention layer, us", "bench_attention", "layer", ["num_q_heads", "batch", "context", "kv_mb"]),
     Section("Attention layer, small contexts, us", "bench_attention", "breakeven", ["batch", "context"]),
     Section("Attention layer without graphs, us", "bench_attention", "eager", ["batch", "context"]),
+    Section("Time per output token over its roofline", "bench_engine", "tpot", TPOT, "time_over_baseline"),
+    Section("Time per output token, us", "bench_engine", "tpot", TPOT),
+    Section("Host, us a decode step", "bench_engine", "host", ["layout", "batch", "context"]),
+    Section("One long prompt, us", "bench_engine", "prefill", ["layout", "prompt", "prefill_slice"]),
+    Section("Time to first token, us", "bench_engine", "prefix", ["layout", "prompt", "shared"]),
+    Section(
+        "Between tokens, us", "bench_engine", "itl", ["layout", "batch", "context", "prompt", "decode_deadline_ms"]
+    ),
+    Section("Between tokens after a prompt, us", "bench_engine", "generate", ["model", "prompt"]),
+    Section("Decode step of many rows, us", "bench_engine", "batch64", ["layout", "batch", "context"]),
 ]
 
 
@@ -292,6 +305,19 @@ def goals(records: list[Record]) -> str:
     return markdown(["figure", "must", "worst measured", "points", "met"], rows)
 
 
+def details(records: list[Record]) -> str:
+    """Return what records of the engine say besides their times, one line a record and figure."""
+    rows = []
+    for record in records:
+        if record["script"] == "bench_engine" and record["status"] == "ok" and "value" in record:
+            config = record["config"]
+            point = [f"{key} {config[key]}" for key in POINT if key in config]
+            flat = {**record["value"], **record["value"].get("phases_us", {})}
+            start = [record["section"], record["name"], config["layout"], ", ".join(point)]
+            rows += [[*start, key, value] for key, value in flat.items() if isinstance(value, int | float)]
+    return markdown(["section", "variant", "layout", "point", "figure", "value"], rows) if rows else ""
+
+
 def failures(records: list[Record]) -> str:
     """Return the points without a number, and why."""
     lost = [r for r in records if r["status"] in ("check_failed", "error", "unavailable", "skipped")]
@@ -321,6 +347,8 @@ def report(records: list[Record], pictures: list[str]) -> str:
         found = select(records, script, section)
         if found:
             lines += [f"## {title}", "", pivot(found, keys, value), ""]
+    if more := details(records):
+        lines += ["## Figures of the engine", "", more, ""]
     derived = [r for r in records if r["status"] == "derived"]
     if derived:
         rows = [[r["section"], r["name"], json.dumps(r["value"])] for r in derived]

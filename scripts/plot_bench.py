@@ -50,6 +50,9 @@ def draw_all(records: list[Record], folder: Path) -> list[str]:
         ("nosplit", "One program per row and KV head", "batch", "share of ceiling", nosplit_series),
         ("merges", "Merge of two ranks or more, in a graph", "payload KB", "us", merge_series),
         ("speed_up", "Attention layer over one GPU, batch 1", "context", "speed-up", speed_up_series),
+        ("tpot", "Time per output token, one row, over its roofline", "context", "ratio", tpot_series),
+        ("step_of_slices", "Decode rows beside prompts", "tokens a slice", "ms", between_series),
+        ("first_token", "Prompts beside decode rows: time to first token", "tokens a slice", "ms", first_token_series),
     ]
     drawn = []
     for name, title, x, y, series in plots:
@@ -145,6 +148,36 @@ def speed_up_series(records: list[Record]) -> Series:
         "context",
         lambda r: 1 / r["time_over_baseline"],
     )
+
+
+def tpot_series(records: list[Record]) -> Series:
+    found = select(records, "bench_engine", "tpot")
+    return collect(
+        found,
+        lambda r: f"{r['config']['model']}, {r['config']['layout']}",
+        "context",
+        lambda r: r["time_over_baseline"],
+    )
+
+
+def _of_sweep(records: list[Record], figures: tuple[str, ...]) -> Series:
+    found, lines = select(records, "bench_engine", "sweep"), {}
+    for figure in figures:
+        lines |= collect(
+            found,
+            lambda r, figure=figure: f"{figure}, {r['config']['max_pending_prefills']} prompts under way",
+            "prefill_slice",
+            lambda r, figure=figure: r["value"].get(figure),
+        )
+    return lines
+
+
+def between_series(records: list[Record]) -> Series:
+    return _of_sweep(records, ("itl_p50_ms", "itl_p99_ms"))
+
+
+def first_token_series(records: list[Record]) -> Series:
+    return _of_sweep(records, ("ttft_p50_ms", "ttft_p99_ms"))
 
 
 if __name__ == "__main__":

@@ -158,3 +158,37 @@ def test_a_run_over_its_time_is_stopped():
     with limit(0.05):
         pass
     time.sleep(0.1)
+
+
+def engine_record(section, name, config, **fields):
+    env = {"date": "2026-01-01", "command": "bench_engine.py", "gpu": "some gpu", "commit": "abc", "dirty": False}
+    point = {"script": "bench_engine", "section": section, "name": name, "status": "ok", "ranks": 1}
+    return {**point, "config": {"model": "llama-3-8b", "layout": "single", **config}, "env": env, **fields}
+
+
+def test_the_report_holds_the_figures_of_the_engine(tmp_path):
+    import plot_bench
+
+    records = [
+        engine_record("tpot", "decode step", {"context": 8192}, median_us=4000.0, time_over_baseline=1.16),
+        engine_record("tpot", "decode step", {"context": 131072}, median_us=7400.0, time_over_baseline=1.05),
+        engine_record("host", "step", {"batch": 64}, median_us=900.0, value={"phases_us": {"commit": 55.5}}),
+    ]
+    for size, pending, first in ((512, 1, 300.0), (512, 4, 400.0), (2048, 1, 100.0)):
+        value = {"itl_p50_ms": size / 64, "itl_p99_ms": size / 32, "ttft_p50_ms": first}
+        config = {"prefill_slice": size, "max_pending_prefills": pending}
+        records.append(engine_record("sweep", "decode rows", config, median_us=1.0, value=value))
+    path = tmp_path / "engine.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert plot_bench.main([str(path), "--into", str(tmp_path / "report")]) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| llama-3-8b | single | 8192 | - | 1.16 |" in text
+    assert "| host | step | single | batch 64 | commit | 55.5 |" in text
+    assert "| sweep | decode rows | single | prefill_slice 512, max_pending_prefills 4 | ttft_p50_ms | 400.0 |" in text
+    assert plot_bench.tpot_series(records) == {"llama-3-8b, single": [(8192.0, 1.16), (131072.0, 1.05)]}
+    lines = plot_bench.first_token_series(records)
+    assert lines == {
+        "ttft_p50_ms, 1 prompts under way": [(512.0, 300.0), (2048.0, 100.0)],
+        "ttft_p50_ms, 4 prompts under way": [(512.0, 400.0)],
+    }
+    assert plot_bench.between_series(records)["itl_p99_ms, 4 prompts under way"] == [(512.0, 16.0)]

@@ -102,12 +102,17 @@ def test_forty_mixed_requests_get_the_tokens_they_get_alone(ranks, tiny, num_ran
         assert results[0][3][1] > 0, "nothing was preempted"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_forty_mixed_requests_of_a_real_model_get_the_tokens_they_get_alone(ranks, num_ranks):
+@pytest.fixture(scope="module")
+def real():
     folder = str(smollm2_folder())
     requests = workload(6000, 16)
     model = load_reference(folder, "float32", "cpu")
     with torch.no_grad():
-        expected = [reference_tokens(model, prompt, new) for _, prompt, new in requests]
+        return folder, requests, [reference_tokens(model, prompt, new) for _, prompt, new in requests]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_forty_mixed_requests_of_a_real_model_get_the_tokens_they_get_alone(ranks, real, num_ranks):
+    folder, requests, expected = real
     check(ranks(num_ranks).run(run_mixed, folder, REAL, requests, timeout_s=3600), expected)
