@@ -208,7 +208,7 @@ class BackendConfig:
     )
     graphs: str = field(
         default="auto",
-        metadata=_help("decode steps as CUDA graphs, captured at the start: auto (on cuda), on, off"),
+        metadata=_help("steps as CUDA graphs, captured at the start: auto (on cuda), on, off"),
     )
     compile: str = field(
         default="auto",

@@ -25,21 +25,27 @@ from torch import Tensor
 WARM_UP_CALLS = 2
 """Eager calls of every callable before the first capture: one loads kernels, the next runs as later ones will."""
 
+MOST_PREFILL_TOKENS = 2048
+"""Prefill tokens beyond which a step is not captured: its kernels take longer than launching them, some 30 ms for 32
+layers (on an H200, 2,048 tokens of an 8B model are 50 ms of products), and padding would only add to that."""
+
 
 class GraphKey(NamedTuple):
     """What of a step is frozen in a graph.
 
     Attributes:
-        rows: decode rows, padding included.
+        rows: decode rows, padding included; 0 for none.
         q_len: query tokens a row.
         schedule: how the work is cut: "spans", or "fixed" for the deterministic schedule.
         splits: bucket of the split count, a constant of the capture; 0 where one count serves all lengths.
+        prefill_tokens: tokens of all prefill rows together, padding included; 0 where there are only decode rows.
     """
 
     rows: int
     q_len: int = 1
     schedule: str = "spans"
     splits: int = 0
+    prefill_tokens: int = 0
 
 
 class _Captured(NamedTuple):
@@ -64,6 +70,19 @@ def row_buckets(max_rows: int) -> list[int]:
             buckets.append(power * 3 // 2)
         power *= 2
     return [*buckets, max_rows]
+
+
+def mixed_buckets(max_rows: int, max_tokens: int) -> list[tuple[int, int]]:
+    """Padded (decode rows, prefill tokens) of steps with prefill rows to capture.
+
+    Few, as each costs a warm-up and memory: no decode rows, or powers of four from 16 on, or `max_rows`; tokens in
+    powers of two from 128 on, up to `MOST_PREFILL_TOKENS`. Example: 40 rows and 300 tokens give 0, 16 and 40 rows,
+    each with 128, 256 and 300 tokens.
+    """
+    rows = [0, *(16 * 4**i for i in range(max_rows.bit_length()) if 16 * 4**i < max_rows), max_rows]
+    most = min(max_tokens, MOST_PREFILL_TOKENS)
+    tokens = [*(128 << i for i in range(most.bit_length()) if 128 << i < most), most]
+    return [(r, t) for r in rows for t in tokens]
 
 
 class StepGraphs:
@@ -144,14 +163,24 @@ class StepGraphs:
                 progress(count, len(steps))
         self._barrier()
 
-    def pick(self, rows: int, q_len: int = 1, schedule: str = "spans", splits: int = 0) -> GraphKey | None:
-        """Return the captured key with the fewest padded rows and splits that takes this step; None: run it eagerly."""
+    def pick(
+        self, rows: int, q_len: int = 1, schedule: str = "spans", splits: int = 0, prefill_tokens: int = 0
+    ) -> GraphKey | None:
+        """Return the captured key with the least padding that takes this step, or None: run it eagerly.
+
+        A step without prefill rows never runs as one with them, nor the other way round. Fewest prefill tokens count
+        first, then rows, then splits.
+        """
         fitting = [
             key
             for key in self._captured
-            if key.rows >= rows and key.q_len == q_len and key.schedule == schedule and key.splits >= splits
+            if key.rows >= rows
+            and (key.q_len, key.schedule) == (q_len, schedule)
+            and key.splits >= splits
+            and key.prefill_tokens >= prefill_tokens
+            and (key.prefill_tokens > 0) == (prefill_tokens > 0)
         ]
-        return min(fitting, default=None)
+        return min(fitting, key=lambda key: (key.prefill_tokens, key), default=None)
 
     def replay(self, key: GraphKey, *inputs: Tensor) -> Any:
         """Run a captured step on new inputs and return its output.

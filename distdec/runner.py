@@ -14,12 +14,12 @@ from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
 from distdec.capacity import choose_max_tokens
 from distdec.config import Config
-from distdec.decode_graphs import DecodeGraphs
 from distdec.hf.attention import bind_engine
 from distdec.hf.sharding import merge_for
 from distdec.hf.support import Geometry, check_model
 from distdec.hf.weights import load_sharded
 from distdec.mesh import Mesh
+from distdec.model_graphs import ModelGraphs
 from distdec.request import StepPlan
 from distdec.row_tables import NO_PADDING, Padding
 from distdec.sharded_cache import ShardedCache
@@ -87,7 +87,7 @@ class Runner:
         self.mesh: Mesh = attention.mesh
         self.max_tokens = max_tokens
         self.binding = bind_engine(model, attention)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: ModelGraphs | None = None
         self._num_eager = 0
         self._inputs = _Inputs(self.mesh.device)
 
@@ -100,7 +100,7 @@ class Runner:
         max_tokens: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> Runner:
-        """Make the cache and the attention layer for a model from `load_model`, and capture its decode steps.
+        """Make the cache and the attention layer for a model from `load_model`, and capture its steps.
 
         Args:
             max_tokens: size of the cache, the same on every rank; see `cache_size`.
@@ -117,7 +117,8 @@ class Runner:
         if _switched_on(config.backend.compile, mesh):
             runner.binding.compile()
         if _switched_on(config.backend.graphs, mesh):
-            runner.capture(config.scheduler.max_rows, config.scheduler.token_budget, progress)
+            steps = config.scheduler
+            runner.capture(steps.max_rows, steps.token_budget, steps.max_pending_prefills, progress)
         return runner
 
     @classmethod
@@ -142,11 +143,23 @@ class Runner:
         [size] = mesh.agree([cache_size(model, mesh, config, wanted_tokens)])
         return cls.build(model, mesh, config, size, progress)
 
-    def capture(self, max_rows: int, max_tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Run decode steps of up to `max_rows` rows as graphs from now on. Arguments as for `DecodeGraphs`."""
-        self._inputs = _Inputs(self.mesh.device, max(max_tokens, max_rows))
-        self.graphs = DecodeGraphs(
-            self.binding, self._inputs.words, max_rows=max_rows, max_tokens=max_tokens, progress=progress
+    def capture(
+        self,
+        max_rows: int,
+        max_tokens: int,
+        max_prefills: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Run steps of up to `max_rows` rows as graphs from now on. Arguments as for `ModelGraphs`."""
+        # a captured step may hold all rows and all tokens of a step in padding
+        self._inputs = _Inputs(self.mesh.device, max_tokens + max_rows)
+        self.graphs = ModelGraphs(
+            self.binding,
+            self._inputs.words,
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            max_prefills=max_prefills,
+            progress=progress,
         )
 
     @property

@@ -225,3 +225,16 @@ def test_a_padded_prefill_section_has_the_numbers_of_the_padding():
     for row, (seq, length) in enumerate(((2, 9), (3, 12))):
         slots = kv.slots(seq, 0, length, 1)
         assert tokens_of(batch.tables("prefill", 0), row) == [(int(s), p) for p, s in enumerate(slots) if s >= 0]
+
+
+def test_a_padded_step_is_the_same_batch_whatever_its_rows_are():
+    kv = grown_cache([33, 64, 9, 12, 90])
+    buffers = buffers_for(kv, 0, max_tokens=64, max_rows=8, max_views=256)
+    pad = Padding(3, 2, 24)
+    first = buffers.fill([(0, 1), (1, 1), (2, 9), (3, 4)], q_len=1, pad=pad)
+    held = [tensor.data_ptr() for tensor in (first.slot_mapping, first.q_positions, first.prefill.q_indptr)]
+    assert buffers.fill([(4, 24)], q_len=1, pad=pad) is first
+    buffers.fill([(0, 1)], q_len=1)
+    again = buffers.fill([(4, 1), (0, 2)], q_len=1, pad=pad)
+    assert [again.decode[:4], again.prefill[:4]] == [first.decode[:4], first.prefill[:4]]
+    assert [tensor.data_ptr() for tensor in (again.slot_mapping, again.q_positions, again.prefill.q_indptr)] == held

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distdec.graphs import GraphKey, StepGraphs, row_buckets
+from distdec.graphs import GraphKey, StepGraphs, mixed_buckets, row_buckets
 
 ROWS = (1, 4, 8)
 
@@ -114,3 +114,23 @@ def test_row_buckets_end_at_the_largest_batch():
     assert row_buckets(256) == [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256]
     with pytest.raises(ValueError, match="got 0"):
         row_buckets(0)
+
+
+def test_a_step_with_prompts_takes_the_fewest_tokens_then_the_fewest_rows():
+    graphs = StepGraphs("cpu")
+    x = torch.zeros(1)
+    keys = [GraphKey(r, prefill_tokens=t) for r in (0, 16, 40) for t in (0, 128, 256)]
+    graphs.capture({key: (lambda x: x, (x,)) for key in keys})
+    picked = [graphs.pick(rows, prefill_tokens=tokens) for rows, tokens in ((0, 1), (1, 128), (17, 129), (40, 256))]
+    assert [(key.rows, key.prefill_tokens) for key in picked] == [(0, 128), (16, 128), (40, 256), (40, 256)]
+    assert graphs.pick(3) == GraphKey(16), "no prompts, no prefill tokens"
+    assert graphs.pick(41, prefill_tokens=1) is None
+    assert graphs.pick(1, prefill_tokens=257) is None
+
+
+def test_mixed_buckets_are_few_and_reach_the_largest_step():
+    assert mixed_buckets(40, 300) == [(r, t) for r in (0, 16, 40) for t in (128, 256, 300)]
+    assert mixed_buckets(7, 40) == [(0, 40), (7, 40)]
+    assert mixed_buckets(64, 1024)[-1] == (64, 1024)
+    assert mixed_buckets(256, 16384)[-1] == (256, 2048)
+    assert len(mixed_buckets(256, 16384)) == 4 * 5

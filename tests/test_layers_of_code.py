@@ -41,7 +41,7 @@ LEVELS = {
     "distdec.planner": 4,
     "distdec.hf": 5,
     "distdec.graphs": 5,
-    "distdec.decode_graphs": 5,
+    "distdec.model_graphs": 5,
     "distdec.runner": 5,
     "distdec.engine": 6,
     "distdec.serving": 7,

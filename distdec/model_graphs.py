@@ -1,8 +1,9 @@
-"""The whole decode step of a model as CUDA graphs: embedding, all layers with their merges, and the head.
+"""Whole steps of a model as CUDA graphs: embedding, all layers with their merges, and the head.
 
-A step that holds nothing but decode rows is padded to the next captured row count and replayed. The padding rows hold
-no key, store nothing and belong to nobody; their logits are cut off. All other steps run eagerly, over the same static
-buffers. On a device without graphs the captured callables are called instead, padding and all.
+A step is padded to the next captured number of decode rows and, where it has prefill rows, of prefill tokens, and
+replayed. Padding rows and tokens hold no key, store nothing and belong to nobody; their logits are cut off. Steps
+larger than any captured one run eagerly, over the same static buffers. On a device without graphs the captured
+callables are called instead, padding and all.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import torch
 from torch import Tensor
 
 from distdec.batch import StepBatch
-from distdec.graphs import GraphKey, StepGraphs, row_buckets
+from distdec.graphs import GraphKey, StepGraphs, mixed_buckets, row_buckets
 from distdec.hf.attention import EngineBinding
 from distdec.request import StepPlan
 from distdec.row_tables import NO_PADDING, Padding
 from distdec.sharded_cache import ShardedCache
 
 
-class DecodeGraphs:
-    """Captured decode steps by padded row count.
+class ModelGraphs:
+    """Captured steps by padded decode rows and prefill tokens.
 
     Args:
         binding: the model on its attention; the merge and its buffers live as long as the graphs.
@@ -29,6 +30,8 @@ class DecodeGraphs:
             columns where they are.
         max_rows: most rows of a step.
         max_tokens: most tokens of any step, eager ones too: the buffers are made for it now, and never move.
+        max_prefills: most prefill rows of a captured step, to which all of them are padded; 0: only steps of nothing
+            but decode rows are captured.
         progress: called with the number of captured steps, and of all.
 
     Notes:
@@ -42,15 +45,20 @@ class DecodeGraphs:
         *,
         max_rows: int,
         max_tokens: int,
+        max_prefills: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.binding = binding
         self.cache: ShardedCache = binding.attention.cache
         mesh, merge, buffers = binding.attention.mesh, binding.attention.merge, self.cache.buffers
-        self.buckets = row_buckets(max_rows)
+        self._max_prefills = max_prefills
+        self._paddings = [Padding(rows) for rows in row_buckets(max_rows)]
+        if max_prefills:
+            self._paddings += [Padding(r, max_prefills, t) for r, t in mixed_buckets(max_rows, max_tokens)]
         frames = self.cache.layout.num_frames[mesh.kvp_rank]
         # a view lies in a chunk of its own, unless prefixes are shared: then this may not do, see `stale`
-        buffers.reserve(tokens=max(max_tokens, max_rows), rows=max_rows, views=frames + 2 * max_rows)
+        rows = max_rows + max_prefills
+        buffers.reserve(tokens=inputs.shape[1], rows=rows, views=frames + 2 * rows)
         self._generation = buffers.generation
         self._graphs = StepGraphs(
             mesh.device,
@@ -66,11 +74,12 @@ class DecodeGraphs:
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> None:
         steps = {}
-        # the widest key last, as the buffers then hold its rows: any of the steps may then warm up
-        for rows in self.buckets:
-            pad = Padding(rows)
+        # the largest step last, as the buffers then hold its rows: any of the steps may then warm up
+        for pad in self._paddings:
             batch = self.cache.buffers.fill([], q_len=1, pad=pad)
-            steps[GraphKey(rows)] = (self._step_of(batch), tuple(words[:rows] for words in self._inputs))
+            ids, positions, needed = self._inputs
+            tokens, rows = pad.decode_rows + pad.prefill_tokens, pad.decode_rows + pad.prefill_rows
+            steps[_key(pad)] = (self._step_of(batch), (ids[:tokens], positions[:tokens], needed[:rows]))
         self._inputs.zero_()
         with torch.no_grad():
             self._graphs.capture(steps, progress)
@@ -91,10 +100,11 @@ class DecodeGraphs:
 
     def padding(self, plan: StepPlan) -> Padding:
         """Return up to what a step is padded; the same on every rank, as nothing but the plan counts."""
-        if not plan.decode_only:
+        rows, prefills = plan.num_single, len(plan.rows) - plan.num_single
+        if not plan.rows or prefills > self._max_prefills:
             return NO_PADDING
-        key = self._graphs.pick(len(plan.rows))
-        return NO_PADDING if key is None else Padding(key.rows)
+        key = self._graphs.pick(rows, prefill_tokens=plan.num_tokens - rows)
+        return NO_PADDING if key is None else Padding(key.rows, prefills and self._max_prefills, key.prefill_tokens)
 
     @property
     def stale(self) -> bool:
@@ -113,8 +123,12 @@ class DecodeGraphs:
         """
         if self.stale:
             return self._forward(*inputs, batch)
-        return self._graphs.replay(GraphKey(pad.decode_rows), *inputs)
+        return self._graphs.replay(_key(pad), *inputs)
 
     def close(self) -> None:
         """Drop the graphs; before the merge and the process group go."""
         self._graphs.close()
+
+
+def _key(pad: Padding) -> GraphKey:
+    return GraphKey(pad.decode_rows, prefill_tokens=pad.prefill_tokens)

@@ -1,7 +1,8 @@
-"""The padded decode step of a whole model: the same tokens as without, on every rank. Without a GPU it runs eagerly."""
+"""Padded steps of a whole model: the same tokens as without, on every rank. Without a GPU they run eagerly."""
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -79,10 +80,10 @@ def test_padded_decode_steps_give_the_same_tokens_across_chunk_borders(ranks, fo
     results = ranks(num_ranks).run(generated, folder, moved, timeout_s=120)
     for rank, (tokens, shapes, captured, addresses, stale) in enumerate(results):
         assert tokens == [expected[i][: NEW - 3 * i] for i in range(5)]
-        assert captured == [(1, 4), (2, 4), (3, 4), (4, 4)], "1, 2, 4 and 7 rows"
+        assert captured == [(i, 6) for i in range(1, 7)], "1, 2, 4 and 7 rows, and 0 and 7 with 40 tokens of prompts"
         # five rows run as seven, three as four
-        assert {1, 2, 4, 7} <= set(shapes)
-        assert not {3, 5, 6} & set(shapes[-20:])
+        # the prompt of one token is a decode row from the start, beside slices of the others
+        assert set(shapes) == {1, 2, 4, 7, 47}
         assert shapes == results[0][1]
         assert stale == (rank == moved)
         assert addresses == 1 + (rank == moved), "the tables moved"
@@ -121,11 +122,62 @@ def test_padding_rows_change_no_bit_of_the_others(folder):
         runner.run(plan, batch)
 
 
-def test_steps_with_a_prompt_are_not_padded(folder):
+def test_a_step_with_prompts_gives_the_logits_it_gives_without_padding(folder):
+    """Decode rows, a slice of one token without logits, one that ends a prompt and one that does not."""
     runner = Runner.load(folder, Mesh.single(), CONFIG)
-    decode, slice_ = Row(0, 5, (1,), True), Row(1, 0, (1, 2), True)
-    plans = [StepPlan(0, rows=rows) for rows in ((decode,) * 3, (decode, slice_), ())]
-    assert [runner.padding(plan).decode_rows for plan in plans] == [4, 0, 0]
+    kv, graphs = runner.cache.kv, runner.graphs
+    cached, new = (5, 22, 9, 0, 16), ((40,), (41,), (7,), tuple(range(11)), tuple(range(9)))
+    rows = tuple(Row(i, cached[i], new[i], i not in (2, 4)) for i in range(5))
+    plan = StepPlan(0, rows=rows)
+    assert runner.padding(plan) == Padding(7, 4, 40)
+    for pool in (runner.cache.pool.k, runner.cache.pool.v):
+        pool.fill_(float("nan"))
+    for seq, length in enumerate(cached):
+        kv.adopt(seq)
+        if length:
+            first = StepPlan(0, rows=(Row(seq, 0, tuple(prompts()[1][:length]), False),))
+            batch = runner.cache.begin_step([(seq, length)], q_len=1, pad=runner.padding(first), derive=False)
+            runner.run(first, batch)
+    logits, keys = [], []
+    for padded in (False, True):
+        for seq, length in enumerate(cached):
+            kv.truncate(seq, length)
+        runner.graphs = graphs if padded else None
+        pad = runner.padding(plan)
+        batch = runner.cache.begin_step(
+            [(i, len(ids)) for i, ids in enumerate(new)], q_len=1, pad=pad, derive=not padded
+        )
+        assert batch.num_tokens == (47 if padded else 23)
+        logits.append(runner.run(plan, batch).clone())
+        assert logits[-1].shape[0] == 3
+        slots = [kv.slots(i, cached[i], cached[i] + len(ids), 0) for i, ids in enumerate(new)]
+        keys.append(runner.cache.pool.k[:, torch.from_numpy(np.concatenate(slots))].clone())
+    assert logits[0].isfinite().all()
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(keys[1], keys[0], rtol=1e-5, atol=1e-5)
+    runner.close()
+
+
+def test_padding_follows_from_the_plan_alone(folder):
+    runner = Runner.load(folder, Mesh.single(), CONFIG)
+    decode, slice_, last = Row(0, 5, (1,), True), Row(1, 0, (1, 2), True), Row(2, 0, (3,), False)
+    cases = {
+        (decode,) * 3: Padding(4),
+        (decode, last): Padding(2),
+        (slice_,): Padding(0, 4, 40),
+        (decode, slice_, slice_): Padding(7, 4, 40),
+        (*(decode,) * 7, *(slice_,) * 4): Padding(7, 4, 40),
+        # more rows of a kind, or tokens, than any captured step has
+        (decode, *(slice_,) * 5): Padding(),
+        (decode,) * 8: Padding(),
+        (Row(1, 0, (1,) * 41, False),): Padding(),
+        (): Padding(),
+    }
+    for rows, padding in cases.items():
+        assert runner.padding(StepPlan(0, rows=rows)) == padding, rows
+    runner.capture(7, 40)
+    assert runner.padding(StepPlan(0, rows=(decode, slice_))) == Padding(), "prompts were left out"
+    assert runner.padding(StepPlan(0, rows=(decode,))) == Padding(1)
     off = Runner.load(folder, Mesh.single(), dataclasses.replace(CONFIG, backend=BackendConfig()))
     assert off.graphs is None
-    assert off.padding(plans[0]) == Padding()
+    assert off.padding(StepPlan(0, rows=(decode,) * 3)) == Padding()
