@@ -44,7 +44,7 @@ class HostClock:
             try:
                 return inner(*args)
             finally:
-                self._step[name] = 1e6 * (time.perf_counter() - start)
+                self._add(name, start)
 
         setattr(owner, method, timed)
         self._watched.append((owner, method))
@@ -56,10 +56,14 @@ class HostClock:
             start = time.perf_counter()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            self._step["device_wait"] = 1e6 * (time.perf_counter() - start)
+            self._add("device_wait", start)
             return sample(*args)
 
         engine._sample = waited  # type: ignore[method-assign]
+
+    def _add(self, name: str, start: float) -> None:
+        # a phase may come twice in a step
+        self._step[name] = self._step.get(name, 0.0) + 1e6 * (time.perf_counter() - start)
 
     def end_step(self, counts: bool) -> None:
         """End a step; keep its times if it counts."""

@@ -126,11 +126,14 @@ def beside(session: Session, lengths: list[int], **how: Any) -> tuple[dict[str, 
     found = gaps(session.bench, steps)
     last = max(i for i, step in enumerate(steps) if step.prefill_tokens or step.decode_rows > args.itl_rows)
     alone = [ms for ms, _ in found[WARM_UP - 1 : SETTLE - 1]]
-    among, slices = [ms for ms, _ in found[SETTLE - 1 : last]], [s.prefill_tokens for s in steps if s.prefill_tokens]
+    # rows that reach their length before the prompts are done wait for nothing any more
+    among = [ms for ms, step in found[SETTLE - 1 : last] if step.decode_rows >= args.itl_rows]
+    slices = [step.prefill_tokens for step in steps if step.prefill_tokens]
     waits = [1e3 * (steps[at - 1].ended - steps[SETTLE - 1].ended) for at in first.values()]
     waits = session.bench.maximum(waits or [0.0] * len(lengths))
     value = {**spread("itl", among), **spread("ttft", waits), "steps": len(among), "rows": args.itl_rows}
     value |= {"least_slice": min(slices[:-1] or slices), "median_slice": float(np.median(slices))}
+    value["steps_after_rows"] = last + 1 - SETTLE - len(among)
     value |= {"steps_without_slice": sum(not s.prefill_tokens for s in steps[SETTLE : last + 1])}
     return value, alone, among
 
