@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the transformers tests on several releases of transformers: ./scripts/test_matrix.sh [release ...]
+# Run the tests of transformers models, sharded weights too, on several releases: ./scripts/test_matrix.sh [release ...]
 #
 # Each release gets a virtual environment of its own under $MATRIX_DIR (default: a temporary directory, removed at the
 # end). torch and everything else come from the environment this is started from, so nothing large is installed twice.
@@ -20,6 +20,7 @@ else
     trap 'rm -rf "$dir"' EXIT
 fi
 base="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+tests=(tests/test_hf_*.py tests/test_parallel*.py tests/test_experts*.py tests/test_weights.py)
 failed=()
 for release in "${releases[@]}"; do
     venv="$dir/$release"
@@ -31,7 +32,7 @@ for release in "${releases[@]}"; do
     fi
     echo "== transformers $release"
     PYTHONPATH="$PWD" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" \
-        "$venv/bin/python" -m pytest tests/test_hf_*.py -m "${MARKS:-not slow and not gpu}" || failed+=("$release")
+        "$venv/bin/python" -m pytest "${tests[@]}" -m "${MARKS:-not slow and not gpu}" || failed+=("$release")
 done
 if [ ${#failed[@]} -gt 0 ]; then
     echo "failed on: ${failed[*]}"
