@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 QUERY_MODES = ("auto", "replicate", "gather")
 EXPERT_MODES = ("auto", "width", "expert")
+MERGE_TRANSPORTS = ("float32", "bfloat16", "float8_e4m3")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 BACKENDS = ("auto", "reference", "triton")
 SWITCH = ("auto", "on", "off")
@@ -65,6 +66,10 @@ class ParallelConfig:
     merge: str = field(
         default="auto", metadata=_help(f"how partial attention is merged across ranks: {', '.join(MERGE_MODES)}")
     )
+    transport: str = field(
+        default="float32",
+        metadata=_help(f"number format between ranks: {', '.join(MERGE_TRANSPORTS)}; the last two round outputs"),
+    )
     queries: str = field(
         default="auto",
         metadata=_help(
@@ -83,6 +88,10 @@ class ParallelConfig:
         _check_int("parallel.kvp", self.kvp, 0, None)
         _check_int("parallel.tp", self.tp, 1, None)
         _one_of("parallel.merge", self.merge, MERGE_MODES)
+        _one_of("parallel.transport", self.transport, MERGE_TRANSPORTS)
+        if self.transport == "float8_e4m3" and self.merge in ("all_reduce", "reduce_scatter"):
+            legal = [mode for mode in MERGE_MODES if mode not in ("all_reduce", "reduce_scatter")]
+            raise ValueError(f"parallel.transport=float8_e4m3 goes with parallel.merge {', '.join(legal)}")
         _one_of("parallel.queries", self.queries, QUERY_MODES)
         _one_of("parallel.experts", self.experts, EXPERT_MODES)
         _check_float("parallel.timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)

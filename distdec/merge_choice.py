@@ -40,6 +40,8 @@ def choose_mode(
     head_dim: int,
     num_ranks: int,
     device_type: str,
+    *,
+    reductions: bool = True,
 ) -> Choice:
     """Return the cheapest mode of an output form: collectives x latency + bytes received / bandwidth.
 
@@ -52,11 +54,12 @@ def choose_mode(
         num_heads, head_dim: query heads on this rank and the head size of the values.
         num_ranks: size of the kvp axis.
         device_type: "cuda" or "cpu".
+        reductions: modes that sum on the way may be chosen; False where the transport does not allow it.
     """
     latency_us, us_per_mib = _COSTS[device_type]
     costs = {}
     for mode, (form, num_collectives) in _MODES.items():
-        if form == replicated:
+        if form == replicated and (reductions or num_collectives == 1):
             moved = received_bytes(mode, num_tokens, num_heads, head_dim, num_ranks)
             costs[mode] = num_collectives * latency_us + us_per_mib * moved / 2**20
     best = min(costs, key=lambda mode: (costs[mode], mode))

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distdec.merge_modes import MODES, REFERENCE, Merge, Merged, Ops, Place, Program, alone, check_partial
+from distdec.merge_modes import MODES, Merge, Merged, Program, alone, check_partial
+from distdec.merge_place import REFERENCE, Ops, Place
 from distdec.mesh import Mesh, all_gather, reduce_scatter
 from distdec.ops.partial import Partial
 

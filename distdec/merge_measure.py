@@ -25,14 +25,14 @@ Timer = Callable[[Callable[[], object]], Callable[[], float]]
 """Makes a call ready to be timed and returns what times it, in us; each runs the call equally often on every rank."""
 
 
-def graph_timer(call: Callable[[], object]) -> Callable[[], float]:
+def graph_timer(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
     """Warm a call up and capture it; the returned function replays it and returns the median us.
 
     Notes:
         Collective: as the call, `SAMPLES + 1` replays of `CALLS` calls, after two warm ones. Host sync: yes.
     """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         call()
         call()

@@ -28,20 +28,20 @@ from __future__ import annotations
 
 import abc
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from distdec.merge_place import Place
 from distdec.mesh import Mesh
-from distdec.ops.combine import fold_ranks
-from distdec.ops.packed import Packing, pack
+from distdec.ops.packed import Packing
 from distdec.ops.partial import Partial
 
 # a scatter mode's columns come in multiples of this, so that an output projection's slice suits the matrix unit
 COLUMN_MULTIPLE = 16
-TRANSPORTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TRANSPORTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float8_e4m3": torch.float8_e4m3fn}
 _NEG_INF = float("-inf")
 
 
@@ -81,49 +81,6 @@ def mask_by_length(partial: Partial, local_len: Tensor) -> Partial:
     """
     empty = (local_len <= 0).unsqueeze(-1)
     return Partial(partial.out.masked_fill(empty.unsqueeze(-1), 0.0), partial.lse.masked_fill(empty, _NEG_INF))
-
-
-class Ops(NamedTuple):
-    """The ops of modes that send packed partials; `kernels` tells those on the device from the reference."""
-
-    pack: Callable[..., None]
-    fold_ranks: Callable[..., None]
-    kernels: bool
-
-
-REFERENCE = Ops(pack, fold_ranks, False)
-
-
-class Place:
-    """What a mode knows of where it runs: rank, number of ranks, dtype on the wire, ops, and reusable buffers."""
-
-    def __init__(self, rank: int, size: int, wire: torch.dtype, ops: Ops = REFERENCE) -> None:
-        self.rank = rank
-        self.size = size
-        self.wire = wire
-        self.ops = ops
-        self._storage: dict[tuple[str, torch.dtype, torch.device], list[Tensor]] = {}
-        self._heads: dict[tuple[int, int, int, torch.device], Tensor] = {}
-
-    def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return uninitialised memory that the next call of this name reuses.
-
-        Storage grows by doubling and outgrown storage is kept: a captured graph may still write to it.
-        """
-        numel = 1
-        for length in shape:
-            numel *= length
-        kept = self._storage.setdefault((name, dtype, device), [])
-        if not kept or kept[-1].numel() < numel:
-            kept.append(torch.empty(1 << max(numel - 1, 0).bit_length(), dtype=dtype, device=device))
-        return kept[-1][:numel].view(shape)
-
-    def heads_of(self, columns: tuple[int, int], head_dim: int, device: torch.device) -> Tensor:
-        """Head of each column, int64: columns 6 to 9 of heads of 4 belong to heads [1, 1, 2]."""
-        key = (*columns, head_dim, device)
-        if key not in self._heads:
-            self._heads[key] = torch.arange(*columns, device=device) // head_dim
-        return self._heads[key]
 
 
 Program = Generator[tuple[str, Tensor], Tensor, Merged]
@@ -303,6 +260,11 @@ class Mode(NamedTuple):
     replicated: bool
     program: Callable[..., Program]
 
+    @property
+    def reduces(self) -> bool:
+        """Tell whether sums of several ranks travel, which 8 bits with the scale of one rank's row cannot hold."""
+        return self.program not in (_all_gather, _all_to_all)
+
 
 # a mode with a kernel of its own names the program whose results it reproduces
 MODES = {
@@ -313,6 +275,15 @@ MODES = {
     "one_shot": Mode(True, _all_gather),
     "one_shot_scatter": Mode(False, _all_to_all),
 }
+
+
+def check_transport(mode: str, transport: str) -> None:
+    """Refuse a transport that does not exist or that a mode, "auto" among them, does not take."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"unknown merge transport {transport!r}; legal: {', '.join(TRANSPORTS)}")
+    if TRANSPORTS[transport].itemsize == 1 and mode != "auto" and MODES[mode].reduces:
+        legal = [name for name in MODES if not MODES[name].reduces]
+        raise ValueError(f"merge transport {transport} goes with {', '.join(legal)} or auto, not with {mode}")
 
 
 def check_partial(partial: Partial, sinks: Tensor | None = None) -> None:

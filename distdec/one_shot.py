@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distdec.merge_collective import CollectiveMerge
-from distdec.merge_modes import TRANSPORTS, Merge, Merged, check_partial, column_range, padded_columns
+from distdec.merge_modes import TRANSPORTS, Merge, Merged, check_partial, check_transport, column_range, padded_columns
 from distdec.mesh import Mesh, all_gather
 from distdec.ops.partial import Partial
 from distdec.ops.splits import Splits
@@ -43,10 +43,10 @@ class OneShotMerge(Merge):
         mesh: at least two kvp ranks, on one host, with peer access between their GPUs.
         scatter: True gives every rank its share of the columns, as `reduce_scatter` does; False gives all columns to
             every rank, bit-identical.
-        transport: "float32", or "bfloat16" to round every rank's output row once (off by at most 2^-8 of the largest
-            |out| that any rank sends; LSEs stay float32).
+        transport: "float32", or "bfloat16" or "float8_e4m3" to round every rank's output row once (off by at most 2^-8
+            or 2^-4 of the largest |out| that any rank sends; LSEs stay float32).
         capacity_bytes: room for the rows of one rank in one call; a call with more goes through `all_gather` or
-            `reduce_scatter` instead. The slab takes 2 x kvp x this.
+            `all_to_all` instead. The slab takes 2 x kvp x this.
         timeout_s: how long a launch waits for a late rank, about.
         first_epoch: where the flags begin to count; any int32.
         map_slabs: gives this rank's view of every kvp rank's slab; tests put them in shared host memory.
@@ -71,8 +71,7 @@ class OneShotMerge(Merge):
         first_epoch: int = 0,
         map_slabs: Callable[[Mesh, int], list[Tensor]] | None = None,
     ) -> None:
-        if transport not in TRANSPORTS:
-            raise ValueError(f"unknown merge transport {transport!r}; legal: {', '.join(TRANSPORTS)}")
+        check_transport("one_shot", transport)
         if map_slabs is None:
             reason = why_not(mesh)
             if reason is not None:
@@ -85,7 +84,7 @@ class OneShotMerge(Merge):
         self.mesh = mesh
         self._payload = TRANSPORTS[transport]
         self._spin_limit = min(int(timeout_s * POLLS_PER_S), 2**31 - 1)
-        self._large = CollectiveMerge("reduce_scatter" if scatter else "all_gather", mesh, self._payload, self.reason)
+        self._large = CollectiveMerge("all_to_all" if scatter else "all_gather", mesh, self._payload, self.reason)
         self._open(map_slabs, capacity_bytes, first_epoch)
 
     def _open(self, map_slabs: Callable[[Mesh, int], list[Tensor]], capacity_bytes: int, first_epoch: int) -> None:

@@ -112,7 +112,7 @@ class Runner:
         geometry = check_model(model, mesh, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
         cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
-        merge = merge_for(model, mesh, config.parallel.merge)
+        merge = merge_for(model, mesh, config.parallel.merge, config.parallel.transport)
         runner = cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
         if _switched_on(config.backend.compile, mesh):
             runner.binding.compile()

@@ -23,6 +23,7 @@ from bench_timing import compare, host_us
 from benchlib import Refused
 
 from distdec import merge as merges
+from distdec.merge_modes import TRANSPORTS
 from distdec.mesh import Mesh
 from distdec.ops.splits import Splits as WorkspaceSplits
 
@@ -57,11 +58,13 @@ class Merges:
 
 
 def our_variants(owned: Merges, splits: Splits, num_ranks: int) -> list[Variant]:
-    """Return every mode of ours, and the modes again with bfloat16 between ranks."""
+    """Return every mode of ours, and the modes again with each compressed transport that they take."""
     variants = []
     for mode in [*merges.MODES, "auto"]:
-        for transport in ("float32", "bfloat16"):
+        for transport, dtype in TRANSPORTS.items():
             if mode == "auto" and transport != "float32":
+                continue
+            if mode != "auto" and dtype.itemsize == 1 and merges.MODES[mode].reduces:
                 continue
             variants.append(our_variant(owned, splits, num_ranks, mode, transport))
     return variants
@@ -83,8 +86,7 @@ def our_variant(owned: Merges, splits: Splits, num_ranks: int, mode: str, transp
         out, lse = splits.truth(num_ranks)
         start, stop = merged.columns
         stop = min(stop, out.shape[1])
-        dtype = torch.bfloat16 if transport == "bfloat16" else torch.float32
-        found = compare(merged.out[:, : stop - start], out[:, start:stop], dtype, merged.lse, lse)
+        found = compare(merged.out[:, : stop - start], out[:, start:stop], TRANSPORTS[transport], merged.lse, lse)
         merge = owned.get(mode, transport)
         if merge.replicated and num_ranks > 1:
             # raises where any rank holds other bits

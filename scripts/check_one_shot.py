@@ -1,4 +1,4 @@
-"""Check the one_shot merge on real GPUs: results in all forms, graphs, late and lost ranks, and its time.
+"""Check the merges on real GPUs: all modes; one_shot in all forms, in graphs, with late and lost ranks, and its time.
 
     torchrun --nproc-per-node 2 scripts/check_one_shot.py
     torchrun --nproc-per-node 2 scripts/check_one_shot.py --only lost,times
@@ -22,11 +22,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from one_shot_inputs import Workspace, random_partials, truth  # noqa: E402
 
 from distdec.graphs import GraphKey, StepGraphs  # noqa: E402
+from distdec.merge import MODES, make_merge  # noqa: E402
 from distdec.mesh import Mesh, all_gather  # noqa: E402
 from distdec.one_shot import POLLS_PER_S, OneShotMerge, why_not  # noqa: E402
 from distdec.ops.partial import Partial  # noqa: E402
 from distdec.ops.splits import Splits  # noqa: E402
 
+UNITS = {"float32": 0.0, "bfloat16": 2**-8, "float8_e4m3": 2**-4}
+"""Largest error of a rounded number, as a share of its row's largest."""
+SHAPES = [(1, 32, 128), (3, 9, 80), (37, 28, 64), (2, 71, 64), (5, 8, 256), (256, 64, 128)]
 SLEEP_CYCLES = 60_000_000  # some 35 ms: far longer than a merge
 
 
@@ -61,24 +65,17 @@ def same_on_all(mesh, *tensors):
 
 
 def check_forms(mesh):
-    """Both forms, both transports, joined partials and workspaces, head counts and sizes of all kinds."""
+    """Both forms, all transports, joined partials and workspaces, head counts and sizes of all kinds."""
     size, me = mesh.kvp_size, mesh.kvp_rank
-    for transport in ("float32", "bfloat16"):
+    for transport, unit in UNITS.items():
         for scatter in (False, True):
             merge = OneShotMerge(mesh, scatter=scatter, transport=transport)
-            for tokens, heads, dim in (
-                (1, 32, 128),
-                (3, 9, 80),
-                (37, 28, 64),
-                (2, 71, 64),
-                (5, 8, 256),
-                (256, 64, 128),
-            ):
+            for tokens, heads, dim in SHAPES:
                 partials = random_partials(size, tokens, heads, dim, seed=tokens)
                 sinks = torch.linspace(-3.0, 5.0, heads) if tokens == 3 else None
                 merged = merge(on(mesh, partials[me]), sinks=None if sinks is None else sinks.to(mesh.device))
                 largest = max(p.out.nan_to_num().abs().max().item() for p in partials)
-                atol = 1e-5 if transport == "float32" else largest / 2**8
+                atol = 1e-5 + unit * largest
                 expect(mesh, merged, truth(partials, sinks), atol=atol)
                 if not scatter:
                     same_on_all(mesh, merged.out, merged.lse)
@@ -89,12 +86,57 @@ def check_forms(mesh):
                     for rank in range(size)
                 ]
                 merged = merge.merge_splits(splits_on(mesh, spaces[me].splits), out_dtype=torch.float32)
-                atol = 1e-5 if transport == "float32" else 5 / 2**8
+                atol = 1e-5 + unit * 5
                 expect(mesh, merged, truth([s.partial for s in spaces]), atol=atol)
                 if not scatter:
                     same_on_all(mesh, merged.out, merged.lse)
             merge.check()
             merge.close()
+
+
+def check_modes(mesh):
+    """All modes and transports against the truth, eager and replayed, with faults; and what `auto` measures."""
+    size, me = mesh.kvp_size, mesh.kvp_rank
+    for mode, transport in [(mode, name) for mode in MODES for name in UNITS]:
+        if transport == "float8_e4m3" and MODES[mode].reduces:
+            continue
+        merge = make_merge(mode, mesh, transport=transport)
+        for tokens, heads, dim in SHAPES:
+            partials = random_partials(size, tokens, heads, dim, seed=tokens)
+            sinks = torch.linspace(-3.0, 5.0, heads)
+            largest = max(p.out.nan_to_num().abs().max().item() for p in partials)
+            atol = 1e-5 + UNITS[transport] * largest * (size if MODES[mode].reduces else 1)
+            mine, on_device = on(mesh, partials[me]), sinks.to(mesh.device)
+            merged = merge(mine, sinks=on_device)
+            expect(mesh, merged, truth(partials, sinks), atol=atol)
+            if merge.replicated:
+                same_on_all(mesh, merged.out, merged.lse)
+            replay, again = captured(lambda m=merge, p=mine, s=on_device: m(p, sinks=s))
+            replay()
+            assert torch.equal(again.out, merged.out) and torch.equal(again.lse, merged.lse), "a replay has other bits"
+            mine.out[0, 1, 2] += math.nan if me == size - 1 else 0.0
+            bad = merge(mine)
+            assert bad.lse[0, 1].isnan() and not bad.lse[1:].isnan().any(), "a fault did not stay in its token"
+        if isinstance(merge, OneShotMerge):
+            merge.close()
+    for replicated in (True, False):
+        merge = make_merge("auto", mesh, replicated=replicated)
+        if mesh.rank == 0:
+            print(f"  {merge.reason}", flush=True)
+        if isinstance(merge, OneShotMerge):
+            merge.close()
+
+
+def captured(call):
+    """Capture a call after a warm one; returns (replay, what it writes)."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        merged = call()
+    return graph.replay, merged
 
 
 def check_many_rows(mesh):
@@ -283,40 +325,19 @@ def uniform_splits(mesh, rows, q_heads, kv_heads, num_splits, dim=128):
 
 
 def check_times(mesh):
-    """Time of the kernel with the splits' join, by warps a program; the aim is 6 us up to 64 KiB."""
-    from distdec.ops import one_shot_triton
-
-    merges = {
-        "float32": OneShotMerge(mesh),
-        "bfloat16": OneShotMerge(mesh, transport="bfloat16"),
-        "scatter": OneShotMerge(mesh, scatter=True),
-    }
-    warps = one_shot_triton.NUM_WARPS
-    try:
-        for rows, q_heads, kv_heads, num_splits in (
-            (1, 32, 8, 16),
-            (1, 32, 8, 49),
-            (1, 64, 8, 49),
-            (4, 32, 8, 12),
-            (8, 32, 8, 6),
-            (32, 32, 8, 1),
-        ):
-            splits = uniform_splits(mesh, rows, q_heads, kv_heads, num_splits)
-            told = []
-            for num_warps in (1, 2, 4, 8):
-                if num_warps > warps and rows * q_heads > merges["float32"]._slab.channels // 2:
-                    # twice the threads: only half as many programs are sure to be resident together
-                    continue
-                one_shot_triton.NUM_WARPS = num_warps
-                for name, merge in merges.items():
-                    if num_warps == warps or name == "float32":
-                        us = timed(mesh, lambda m=merge, s=splits: m.merge_splits(s, out_dtype=torch.bfloat16))
-                        told.append(f"{name} w{num_warps} {us:.2f}")
-            if mesh.rank == 0:
-                kib = rows * q_heads * 128 * 4 / 1024
-                print(f"  rows {rows} x {q_heads} heads ({kib:.0f} KiB), {num_splits} splits, us: " + ", ".join(told))
-    finally:
-        one_shot_triton.NUM_WARPS = warps
+    """Time of the kernel with the splits' join; the aim is 6 us up to 64 KiB. And the host's time of a call."""
+    merges = {name: OneShotMerge(mesh, transport=name) for name in UNITS}
+    merges["scatter"] = OneShotMerge(mesh, scatter=True)
+    sizes = [(1, 32, 8, 16), (1, 32, 8, 49), (1, 64, 8, 49), (4, 32, 8, 12), (8, 32, 8, 6), (32, 32, 8, 1)]
+    for rows, q_heads, kv_heads, num_splits in sizes:
+        splits = uniform_splits(mesh, rows, q_heads, kv_heads, num_splits)
+        told = []
+        for name, merge in merges.items():
+            us = timed(mesh, lambda m=merge, s=splits: m.merge_splits(s, out_dtype=torch.bfloat16))
+            told.append(f"{name} {us:.2f}")
+        if mesh.rank == 0:
+            kib = rows * q_heads * 128 * 4 / 1024
+            print(f"  rows {rows} x {q_heads} heads ({kib:.0f} KiB), {num_splits} splits, us: " + ", ".join(told))
     splits = uniform_splits(mesh, 1, 32, 8, 16)
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -332,6 +353,7 @@ def check_times(mesh):
 
 
 CHECKS = {
+    "modes": check_modes,
     "forms": check_forms,
     "rows": check_many_rows,
     "finite": check_not_finite,

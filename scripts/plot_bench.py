@@ -134,7 +134,7 @@ def merge_series(records: list[Record]) -> Series:
     found = [r for r in select(records, "bench_merge", "graph") if r["config"]["num_q_heads"] in (8, 32)]
 
     def label(r: Record) -> str | None:
-        return None if r["config"].get("transport") == "bfloat16" else r["name"]
+        return None if r["config"].get("transport", "float32") != "float32" else r["name"]
 
     return collect(found, label, "payload_kb", lambda r: r["median_us"])
 

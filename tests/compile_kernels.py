@@ -225,6 +225,8 @@ def launches(arch):
         "small": small_launches(),
         "merge": merge_launches(torch.float32),
         "merge, bfloat16": merge_launches(torch.bfloat16),
+        # 8-bit numbers came to the hardware with sm_89
+        "merge, float8": merge_launches(torch.float8_e4m3fn) if arch >= 89 else [],
     }
     return [(name, *launch) for name, calls in configurations.items() for launch in calls]
 

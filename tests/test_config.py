@@ -8,6 +8,7 @@ import pytest
 
 from distdec.config import (
     MERGE_MODES,
+    MERGE_TRANSPORTS,
     CacheConfig,
     Config,
     ModelConfig,
@@ -35,6 +36,11 @@ NAN, INF = float("nan"), float("inf")
         (lambda: ParallelConfig(kvp=-1), "parallel.kvp must be at least 0, got -1"),
         (lambda: ParallelConfig(tp=0), "parallel.tp must be at least 1, got 0"),
         (lambda: ParallelConfig(merge="ring"), "parallel.merge must be one of auto, all_reduce"),
+        (lambda: ParallelConfig(transport="fp8"), "parallel.transport must be one of float32, bfloat16, float8_e4m3"),
+        (
+            lambda: ParallelConfig(merge="all_reduce", transport="float8_e4m3"),
+            "goes with parallel.merge auto, all_gather, all_to_all, one_shot",
+        ),
         (
             lambda: ParallelConfig(timeout_s=NAN),
             "parallel.timeout_s must be .* more than 0 and .* got nan",
@@ -136,5 +142,7 @@ def test_configuration_and_scheduler_need_neither_torch_nor_hydra():
 
 def test_the_merges_that_can_be_asked_for_are_those_that_exist():
     from distdec.merge import MODES
+    from distdec.merge_modes import TRANSPORTS
 
     assert set(MERGE_MODES) == {"auto", *MODES}
+    assert set(MERGE_TRANSPORTS) == set(TRANSPORTS)

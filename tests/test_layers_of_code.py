@@ -26,6 +26,7 @@ LEVELS = {
     "distdec.step_cost": 1,
     "distdec.scheduler": 2,
     "distdec.replay": 2,
+    "distdec.merge_place": 2,
     "distdec.merge_modes": 2,
     "distdec.merge_collective": 2,
     "distdec.merge_measure": 2,

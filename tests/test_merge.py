@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from merge_inputs import INF, NAN, assemble, attend, make_rows, same_bits, shard, truth_of
 from torch.testing import assert_close
 
-from distdec.merge import MODES, column_range, make_merge, mask_by_length, padded_columns, simulate
+from distdec.merge import MODES, column_range, make_merge, mask_by_length, padded_columns, simulate, transport_error
 from distdec.merge_choice import choose_mode, received_bytes
 from distdec.merge_collective import advance
-from distdec.merge_modes import Place
+from distdec.merge_place import Place
 from distdec.mesh import Mesh
 from distdec.ops.partial import Partial
 
@@ -280,19 +280,53 @@ def test_columns_are_disjoint_complete_and_padded(num_columns, num_ranks):
     assert (width - 16) * num_ranks < num_columns
 
 
-@modes
+UNITS = {"bfloat16": 2**-8, "float8_e4m3": 2**-4}
+COMPRESSED = [(mode, name) for name in UNITS for mode in sorted(MODES) if name == "bfloat16" or not MODES[mode].reduces]
+
+
+@pytest.mark.parametrize(("mode", "transport"), COMPRESSED)
 @pytest.mark.parametrize("num_ranks", [2, 5, 8])
-def test_bfloat16_transport_stays_within_its_stated_error(mode, num_ranks):
+def test_transports_stay_within_their_stated_error(mode, transport, num_ranks):
     rows = make_rows(LENGTHS, num_heads=16, head_dim=16)
     partials = shard(rows, num_ranks)
-    results = simulate(mode, partials, transport="bfloat16")
+    results = simulate(mode, partials, transport=transport)
     largest = max(p.out.abs().max() for p in partials)
-    bound = 2**-8 * largest * (num_ranks if mode in ("all_reduce", "reduce_scatter") else 1)
+    bound = UNITS[transport] * largest * (num_ranks if MODES[mode].reduces else 1)
     error = (assemble(results).double() - truth_of(rows)[0]).abs().max()
     assert error <= bound
     assert error > bound / 50  # it is compressed indeed
     exact = simulate("all_gather", partials)[0].lse
     assert all(torch.equal(result.lse, exact) for result in results)
+    if MODES[mode].replicated:
+        assert all(torch.equal(result.out, results[0].out) for result in results)
+
+
+@pytest.mark.parametrize("mode", ["all_gather", "all_to_all"])
+def test_8_bits_keep_rows_of_any_size_to_their_own_precision(mode):
+    """One scale a row: a row a million times smaller than its neighbour loses nothing by it."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.tensor([1.0, 1e-6, 1e4, 1e-30]).view(4, 1, 1)
+    partials = [Partial(torch.randn(4, 3, 16, generator=generator) * sizes, torch.zeros(4, 3)) for _ in range(3)]
+    want = sum(p.out for p in partials) / 3
+    got = assemble(simulate(mode, partials, transport="float8_e4m3")).unflatten(1, (3, 16))
+    largest = torch.stack([p.out.abs().amax(-1) for p in partials]).amax(0)
+    assert ((got - want).abs() <= 2**-4 * largest[..., None]).all()
+
+
+@pytest.mark.parametrize(("mode", "transport"), COMPRESSED)
+def test_compressed_faults_fail_alone_and_empty_shards_are_ignored(mode, transport):
+    rows = make_rows([0, 5, 60, 400], num_heads=4, head_dim=8)
+    partials = shard(rows, 3, poison=NAN)
+    for partial in partials:
+        partial.lse[2], partial.out[2] = 1.0, 0.5
+    clean = simulate(mode, clone(partials), transport=transport)
+    partials[1].out[2, 0, 3] = NAN
+    for result, before in zip(simulate(mode, partials, transport=transport), clean, strict=True):
+        assert result.out[2].isnan().all() and result.lse[2].isnan().all()
+        assert not result.out[0].any() and (result.lse[0] == -INF).all()
+        others = [0, 1, 3]
+        assert torch.equal(result.out[others], before.out[others])
+        assert torch.equal(result.lse[others], before.lse[others])
 
 
 @pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter"])
@@ -392,8 +426,27 @@ def test_shifting_all_scores_shifts_only_the_lse(case, shift):
 def test_unknown_names_are_refused_with_the_legal_ones():
     with pytest.raises(ValueError, match=r"all_gather.*auto"):
         make_merge("allgather", Mesh.single())
-    with pytest.raises(ValueError, match="float32, bfloat16"):
+    with pytest.raises(ValueError, match="float32, bfloat16, float8_e4m3"):
         make_merge("auto", Mesh.single(), transport="fp8")
+
+
+@pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter"])
+def test_8_bits_are_refused_where_sums_travel(mode):
+    with pytest.raises(
+        ValueError, match=f"all_gather, all_to_all, one_shot, one_shot_scatter or auto, not with {mode}"
+    ):
+        make_merge(mode, Mesh.single(), transport="float8_e4m3")
+    assert choose_mode(True, 4096, 32, 128, 8, "cuda", reductions=False).mode == "all_gather"
+    assert choose_mode(False, 4096, 32, 128, 8, "cuda", reductions=False).mode == "all_to_all"
+
+
+def test_the_error_of_a_transport_is_that_of_a_fixed_sample():
+    assert transport_error("all_gather", "float32", 2) == 0.0
+    halves = {mode: transport_error(mode, "bfloat16", 3) for mode in MODES}
+    assert halves == {mode: transport_error(mode, "bfloat16", 3) for mode in MODES}
+    assert all(0 < error <= (3 if MODES[mode].reduces else 1) * 2**-8 for mode, error in halves.items())
+    eighths = transport_error("all_to_all", "float8_e4m3", 3)
+    assert 4 * halves["all_to_all"] < eighths <= 2**-4
 
 
 @pytest.mark.parametrize(

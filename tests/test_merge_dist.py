@@ -26,16 +26,18 @@ def partials_of(num_ranks, num_heads=9, seed=0):
 
 
 def merge_all_modes(num_ranks, transport, sinks):
-    """Merge the same shards in every mode; returns {mode: (merged, calls)}."""
+    """Merge the same shards in every mode that takes the transport; returns {mode: (merged, calls, reason)}."""
     _, partials = partials_of(num_ranks)
     done = {}
     with Mesh.create(device="cpu", timeout_s=20) as mesh, warnings.catch_warnings():
         warnings.simplefilter("error")
         for mode in COLLECTIVES:
+            if transport == "float8_e4m3" and MODES[mode].reduces:
+                continue
             merge = make_merge(mode, mesh, transport=transport)
             merged = merge(partials[mesh.kvp_rank], sinks=sinks)
             merge.check_replicated(merged)
-            done[mode] = (merged, merge.calls)
+            done[mode] = (merged, merge.calls, merge.reason)
     return done
 
 
@@ -61,18 +63,50 @@ def test_real_ranks_equal_simulated_ones_and_the_truth(ranks, num_ranks):
                 assert torch.equal(result.lse, simulated.lse)
 
 
-def test_bfloat16_transport_over_real_ranks(ranks):
-    answers = ranks(3).run(merge_all_modes, 3, "bfloat16", None)
-    rows, partials = partials_of(3)
+@pytest.mark.parametrize(("transport", "num_ranks"), [("bfloat16", 3), ("float8_e4m3", 2), ("float8_e4m3", 3)])
+def test_compressed_transport_over_real_ranks(ranks, transport, num_ranks):
+    answers = ranks(num_ranks).run(merge_all_modes, num_ranks, transport, None)
+    rows, partials = partials_of(num_ranks)
     out, lse = truth_of(rows)
     largest = max(p.out.nan_to_num().abs().max() for p in partials)
-    for mode in COLLECTIVES:
+    modes = [mode for mode in COLLECTIVES if transport == "bfloat16" or not MODES[mode].reduces]
+    assert sorted(answers[0]) == sorted(modes)
+    for mode in modes:
         results = [answer[mode][0] for answer in answers]
         error = (assemble(results).double() - out).abs().max()
-        assert 0 < error <= 2**-8 * largest * (3 if "reduce" in mode else 1)
+        unit = 2**-8 if transport == "bfloat16" else 2**-4
+        assert 0 < error <= unit * largest * (num_ranks if MODES[mode].reduces else 1)
         assert_close(results[1].lse.double(), lse, **T32)
         assert not MODES[mode].replicated or all(torch.equal(r.out, results[0].out) for r in results)
         assert COLLECTIVES[mode] == answers[0][mode][1]
+        reasons = {answer[mode][2] for answer in answers}
+        assert len(reasons) == 1 and f"; transport {transport}: out off by up to " in reasons.pop()
+
+
+def choose_with_float8(num_tokens):
+    with Mesh.create(device="cpu", timeout_s=20) as mesh:
+        merge = make_merge("auto", mesh, transport="float8_e4m3", num_tokens=num_tokens, num_heads=64)
+        return merge.mode, merge.reason
+
+
+def test_auto_leaves_out_what_the_transport_cannot_do(ranks):
+    """With so many tokens all_reduce would be estimated to be faster."""
+    [(mode, reason), other] = ranks(2).run(choose_with_float8, 10**6)
+    assert (mode, reason) == other
+    assert mode == "all_gather" and "all_reduce" not in reason.partition(";")[0]
+
+
+def refuse_without_hardware(able):
+    with Mesh.create(device="cpu", timeout_s=20) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("distdec.merge.has_8_bit_floats", lambda device: able[mesh.rank])
+        with pytest.raises(RuntimeError) as error:
+            make_merge("all_gather", mesh, transport="float8_e4m3")
+        return str(error.value)
+
+
+def test_8_bits_are_refused_on_all_ranks_where_one_has_no_such_numbers(ranks):
+    for told in ranks(3).run(refuse_without_hardware, (True, False, True)):
+        assert told.endswith("compute capability 8.9 or more, not there on ranks [1]")
 
 
 def poison_one_rank(num_ranks, culprit):

@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 import torch
+from merge_inputs import in_8_bits
 from one_shot_inputs import NEG_INF, Workspace, random_partials, truth
 
 from distdec.attention import DistributedAttention
@@ -187,6 +188,21 @@ def test_bfloat16_payload_costs_one_rounding_the_same_on_every_rank():
     # one part in 2^7, not 2^8: the interpreter cuts where a GPU rounds to nearest
     largest = max(p.out.nan_to_num().abs().max().item() for p in partials)
     check(Simulation(2).step(partials, payload=torch.bfloat16), truth(partials), rtol=0.0, atol=largest / 2**7)
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+def test_float8_payload_has_a_scale_a_row(scatter):
+    partials = random_partials(3, 4, 2, 20)
+    # rows of very different size: one scale for all would lose the small ones
+    for partial in partials:
+        partial.out[1] *= 1e4
+        partial.out[2] *= 1e-6
+    partials = in_8_bits(partials)
+    out, lse = truth(partials)
+    for rank, (mine, its_lse) in enumerate(Simulation(3).step(partials, payload=torch.float8_e4m3fn, scatter=scatter)):
+        start, stop = column_range(40, 3, rank) if scatter else (0, 40)
+        torch.testing.assert_close(mine.double(), out.flatten(1)[:, start:stop], rtol=1e-5, atol=1e-11)
+        torch.testing.assert_close(its_lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
 def test_a_lost_rank_ends_in_an_error_word_on_every_other_rank():
@@ -403,9 +419,12 @@ kernel, names = module.one_shot_kernel, module.one_shot_kernel.arg_names
 types = {name: "i32" for name in names} | {name: "*fp32" for name in names if name.startswith("p_")}
 types |= {"p_out": "*bf16", "p_cum": "*i32", "p_peers": "*i64", "p_state": "*i32"}
 common = dict(CHANNELS=528, CAPACITY=15872, HKV=8, G=4, Q_LEN=1, D=128, BLOCK_D=128, BLOCK_C=32, SPLIT=0, COLUMNS=0)
-common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SLOT=528, HAS_SINKS=False, PUSH=True, MERGE=True)
+common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SCALED=False, SLOT=528, HAS_SINKS=False, PUSH=True, MERGE=True)
 wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True, SPLIT=16)
-for change in ({}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)):
+changes = [{}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
+if int(sys.argv[1]) >= 89:
+    changes.append(dict(PAYLOAD=tl.float8e4nv, SCALED=True, SLOT=144))
+for change in changes:
     constants = common | change
     signature = types | {name: "constexpr" for name in constants}
     divisible = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name.startswith("p_")}

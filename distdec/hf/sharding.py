@@ -114,14 +114,14 @@ def _kv_heads_held(model: Any, group_size: int) -> int | None:
     return None
 
 
-def merge_for(model: Any, mesh: Mesh, mode: str) -> Merge:
+def merge_for(model: Any, mesh: Mesh, mode: str, transport: str = "float32") -> Merge:
     """Build the merge that a model's output projection can take.
 
     A projection that `parallel.shard` cut takes scattered columns as well as whole rows, and `auto` then scatters,
     which moves less; the model's own projection needs all columns on every rank.
 
     Args:
-        mode: as in `make_merge`.
+        mode, transport: as in `make_merge`.
 
     Raises:
         ValueError: the model was sharded for another mesh, or it was not and the mode scatters.
@@ -134,7 +134,7 @@ def merge_for(model: Any, mesh: Mesh, mode: str) -> Merge:
     config = model.config.get_text_config()
     heads = config.num_attention_heads // mesh.tp_size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    merge = make_merge(mode, mesh, replicated=whole, num_heads=heads, head_dim=head_dim)
+    merge = make_merge(mode, mesh, transport=transport, replicated=whole, num_heads=heads, head_dim=head_dim)
     if whole and not merge.replicated:
         raise ValueError(
             f"merge={mode!r} scatters the output; the model's own output projection needs all of it. "

@@ -7,7 +7,8 @@ per program, so a program shares no byte with another one, whatever the number o
 
 A launch of n items, an item being one query head of one token, runs `min(n, channels)` programs; program c works on
 items c, c + programs, c + 2 programs, ... and keeps the j-th of them in slot j of channel c. A slot is the item's
-output row, then its LSE in base 2. `state` (int32, this rank's own) holds one epoch per channel, and an error word.
+output row, then its LSE in base 2 and, where the payload has 8 bits, its scale. `state` (int32, this rank's own) holds
+one epoch per channel, and an error word.
 
 Protocol of channel c, use number e (its epoch + 1; parity e % 2), on every rank:
     1. write own partials of ALL its items into slot [parity][own rank] of every rank's slab, the own one included
@@ -55,16 +56,20 @@ from distdec.ops.combine_triton import (
     unit_range,
 )
 from distdec.ops.launch_triton import Launch, Plans
+from distdec.ops.packed import FP8_MAX as FP8_MAX_VALUE
+from distdec.ops.packed_triton import row_scale, scaled_down
 from distdec.ops.splits import Splits
 
+FP8_MAX = tl.constexpr(FP8_MAX_VALUE)
 MAX_PROGRAMS_PER_SM = 4
 """Programs of `NUM_WARPS` warps that an SM surely holds at once: 4 x 128 threads x `MAX_REGISTERS` = 64K registers."""
 NUM_WARPS = 4
 MAX_REGISTERS = 128
 LSE_BYTES = 16
-"""Room of the LSE behind a slot's output row; 16 keeps the rows aligned."""
+"""Room of the LSE and the scale behind a slot's output row; 16 keeps the rows aligned."""
 MAX_BLOCK_ELEMENTS = 8192
 """Most floats of the tile [splits, Dv] that a program joins at once: 64 registers a thread, 118 in all."""
+PAYLOADS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv}
 JOINED = tl.constexpr(-2)
 """`SPLIT` of the kernel for partials whose splits are joined already."""
 
@@ -118,9 +123,22 @@ def own_columns(column, o_d, m_d, rank, COLUMNS: tl.constexpr):
 
 @triton.jit
 def push_row(
-    p_peers, at, b_out, lse2, live, column, o_d, m_d, rank, N: tl.constexpr, SLOT: tl.constexpr, COLUMNS: tl.constexpr
+    p_peers,
+    at,
+    b_out,
+    lse2,
+    scale,
+    live,
+    column,
+    o_d,
+    m_d,
+    rank,
+    N: tl.constexpr,
+    SLOT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
-    """Store a row, in the type it travels in, and its lse2 into slot `at` of every slab; nothing if not `live`."""
+    """Store a row, in the type it travels in, its lse2 and scale into slot `at` of every slab if `live`."""
     for k in tl.static_range(N):
         # every rank begins with another peer, so that no link carries all at once
         peer = (rank + k) % N
@@ -128,6 +146,8 @@ def push_row(
         m_k = own_columns(column, o_d, m_d, peer, COLUMNS) & live
         tl.store(slot.to(tl.pointer_type(b_out.dtype)) + o_d, b_out, mask=m_k)
         tl.store((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), lse2, mask=live)
+        if SCALED:
+            tl.store((slot + (SLOT - 12)).to(tl.pointer_type(tl.float32)), scale, mask=live)
 
 
 @triton.jit
@@ -147,7 +167,16 @@ def wait_for_peers(p_flags, epoch, polls, rank, N: tl.constexpr):
 
 
 @triton.jit
-def merge_row(at, o_d, m_d, N: tl.constexpr, CAPACITY: tl.constexpr, SLOT: tl.constexpr, PAYLOAD: tl.constexpr):
+def merge_row(
+    at,
+    o_d,
+    m_d,
+    N: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    SLOT: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """Fold the slots `at`, `at + CAPACITY`, ... of all sources in rank order; return out, lse2, whether one failed."""
     top = tl.full([], float("-inf"), tl.float32)
     bad = tl.full([], 0, tl.int1)
@@ -162,9 +191,12 @@ def merge_row(at, o_d, m_d, N: tl.constexpr, CAPACITY: tl.constexpr, SLOT: tl.co
         slot = at + k * CAPACITY
         lse2 = tl.load((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), volatile=True)
         b_out = tl.load(slot.to(tl.pointer_type(PAYLOAD)) + o_d, mask=m_d, other=0.0, volatile=True)
+        b_out = b_out.to(tl.float32)
+        if SCALED:
+            b_out *= tl.load((slot + (SLOT - 12)).to(tl.pointer_type(tl.float32)), volatile=True)
         weight = tl.exp2(lse2 - base)
         total += weight
-        b_acc += b_out.to(tl.float32) * weight
+        b_acc += b_out * weight
     total = tl.where(top == float("-inf"), 1.0, total)
     return b_acc / total, top + tl.log2(total), bad
 
@@ -191,6 +223,7 @@ def one_shot_kernel(
     CAPACITY: tl.constexpr,
     SLOT: tl.constexpr,
     PAYLOAD: tl.constexpr,
+    SCALED: tl.constexpr,
     Q_LEN: tl.constexpr,
     HKV: tl.constexpr,
     G: tl.constexpr,
@@ -243,8 +276,13 @@ def one_shot_kernel(
                 first, count = unit_range(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
                 b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, D, BLOCK_D, BLOCK_C)
             lse2 = flag_failure(b_out, lse2)
+            scale = 1.0
+            if SCALED:
+                scale = row_scale(b_out, FP8_MAX)
+                b_out = scaled_down(b_out, scale, FP8_MAX)
+            b_sent = b_out.to(PAYLOAD)
             column = (head * G + r % G) * D
-            push_row(p_peers, at, b_out.to(PAYLOAD), lse2, live, column, o_d, m_d, rank, N, SLOT, COLUMNS)
+            push_row(p_peers, at, b_sent, lse2, scale, live, column, o_d, m_d, rank, N, SLOT, COLUMNS, SCALED)
             at += SLOT
         # without it a flag may overtake what other threads of the program have stored
         tl.debug_barrier()
@@ -267,7 +305,7 @@ def one_shot_kernel(
             head = (unit % HKV) * G + r % G
             token = (unit // HKV) * Q_LEN + r // G
             m_k = own_columns(head * D, o_d, m_d, rank, COLUMNS)
-            b_out, lse2, bad = merge_row(at, o_d, m_k, N, CAPACITY, SLOT, PAYLOAD)
+            b_out, lse2, bad = merge_row(at, o_d, m_k, N, CAPACITY, SLOT, PAYLOAD, SCALED)
             if HAS_SINKS:
                 b_out, lse2 = add_sink(b_out, lse2, tl.load(p_sinks + head).to(tl.float32) * LOG2E)
             bad |= lost != 0
@@ -308,7 +346,7 @@ def one_shot(
     Args:
         slab: where to push, and this rank's state.
         splits: this rank's partials, joined or not.
-        payload: float32 or bfloat16, as the rows travel; LSEs travel in float32.
+        payload: float32, bfloat16 or float8_e4m3fn with a scale a row, as the rows travel; LSEs travel in float32.
         spin_limit: polls of flags by one program before ranks count as lost.
         columns: width of every rank's share of the flattened Hq x Dv columns; 0: every rank gets all of them.
         push, merge: both; apart only where all ranks are simulated in one process.
@@ -365,7 +403,8 @@ def _prepare(
             slab.channels,
             slab.capacity,
             slot_bytes(dim, size),
-            tl.float32 if payload == torch.float32 else tl.bfloat16,
+            PAYLOADS[payload],
+            payload.itemsize == 1,
             splits.q_len,
             splits.num_kv_heads,
             splits.group_size,
