@@ -86,7 +86,7 @@ def help_text() -> str:
     lines = [
         "Decode with a KV cache that is sharded along the sequence.",
         "",
-        "  torchrun --nproc-per-node N launch/generate.py [key=value ...]",
+        "  torchrun --standalone --nproc-per-node N launch/generate.py [key=value ...]",
         "",
         "== Option files (group=option) ==",
         "",

@@ -1,8 +1,8 @@
 """Generate text with a KV cache that is sharded along the sequence over the ranks that torchrun started.
 
-    torchrun --nproc-per-node 2 launch/generate.py model.path=FOLDER prompt="Once upon a time" max_new_tokens=100
-    torchrun --nproc-per-node 4 launch/generate.py workload=passkey parity=true
-    torchrun --nproc-per-node 2 launch/generate.py prompts=in.jsonl output=out.jsonl on_error=skip
+    torchrun --standalone --nproc-per-node 2 launch/generate.py model.path=FOLDER prompt="Once upon a time"
+    torchrun --standalone --nproc-per-node 4 launch/generate.py workload=passkey parity=true
+    torchrun --standalone --nproc-per-node 2 launch/generate.py prompts=in.jsonl output=out.jsonl on_error=skip
 
 `--help` lists every option. The steps below are those of any program that uses the engine: find the folder, read the
 prompts, load the model on every rank, make the cache, generate.

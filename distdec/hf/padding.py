@@ -31,7 +31,8 @@ def new_tokens(mask: Tensor | None, cached: Sequence[int], past: int, new: int) 
         return [new] * num_rows
     if tuple(mask.shape) != (num_rows, width):
         raise ValueError(
-            f"attention_mask must be [{num_rows}, {width}]: {past} cached and {new} new columns, got {list(mask.shape)}"
+            f"attention_mask must be [{num_rows}, {width}]: {past} cached and {new} new columns, got "
+            f"{list(mask.shape)}; leave use_cache on, and hand on the mask of the cached columns too"
         )
     real = mask != 0
     totals = real.sum(-1)

@@ -1,7 +1,7 @@
 """The layer inside a tensor-parallel model written by hand: one attention block, its projections cut by rank.
 
-torchrun --nproc-per-node 4 docs/examples/own_model.py 2        # tp 2, so kvp 2: more ranks than KV heads
-torchrun --nproc-per-node 2 docs/examples/own_model.py          # kvp 2
+torchrun --standalone --nproc-per-node 4 docs/examples/own_model.py 2        # tp 2, so kvp 2: more ranks than KV heads
+torchrun --standalone --nproc-per-node 2 docs/examples/own_model.py          # kvp 2
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A transformers model whose weights and KV cache are spread over all ranks; `generate` is called as always.
 
-torchrun --nproc-per-node 4 docs/examples/shard_and_generate.py /models/M "Once upon a time"
+torchrun --standalone --nproc-per-node 4 docs/examples/shard_and_generate.py /models/M "Once upon a time"
 """
 
 import sys
