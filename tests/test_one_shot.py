@@ -286,6 +286,30 @@ def test_ranks_in_processes_merge_through_shared_memory(ranks, num_ranks, kvp, s
             check(got, truth(partials), scatter=scatter)
 
 
+def merge_on_some_ranks(path, members):
+    """A mesh over some ranks of the world, which are neither its first nor side by side; the others have no part."""
+    mesh = Mesh.create(ranks=members, device="cpu", timeout_s=20.0)
+    if mesh is None:
+        return None
+    with mesh:
+        merge = OneShotMerge(mesh, capacity_bytes=4096, map_slabs=shared_slabs(path), timeout_s=5.0)
+        # the last call is larger than the slab and takes the collective
+        results = [merge(random_partials(2, tokens, 3, 12, seed=tokens)[mesh.kvp_rank]) for tokens in (2, 3, 40)]
+        merge.check()
+        merge.close()
+        return results
+
+
+@pytest.mark.dist
+def test_a_group_inside_a_larger_world_merges_by_its_own_ranks(ranks):
+    with tempfile.TemporaryDirectory() as directory:
+        outcomes = ranks(4).run(merge_on_some_ranks, os.path.join(directory, "slab"), [1, 3])
+    assert outcomes[0] is None and outcomes[2] is None
+    for number, tokens in enumerate((2, 3, 40)):
+        got = [(outcome[number].out, outcome[number].lse) for outcome in (outcomes[1], outcomes[3])]
+        check(got, truth(random_partials(2, tokens, 3, 12, seed=tokens)))
+
+
 def attend_between_processes(path):
     """Prompts, two decode steps and a mixed step through the layer, merged by `one_shot` and by `all_gather`."""
     with Mesh.create() as mesh:
