@@ -139,7 +139,7 @@ def needs(section: str, args: argparse.Namespace, layout: Layout) -> Need:
     beside_rows = cache(args.itl_rows, args.row_context + itl_tokens(args))
     budget = args.prefill_slice
     return {
-        "tpot": Need(1, cache(1, max(args.contexts)), budget),
+        "tpot": Need(1, cache(1, max(args.contexts)), 64),
         "host": Need(args.host_rows, cache(args.host_rows, args.row_context), args.host_rows),
         "prefill": Need(1, cache(1, args.prompt_len), budget),
         "prefix": Need(1, cache(2, args.prefix_len), budget),

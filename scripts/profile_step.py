@@ -3,9 +3,10 @@
     python3 scripts/profile_step.py --context 131072 --trace out/step.json
     torchrun --nproc-per-node 2 scripts/profile_step.py --sections decode,prefill --rows 16 --trace out/step.json
 
-Sections: decode (rows of --context tokens, eager and as a graph), prefill (the last slices of one prompt of --context
-tokens). The trace of rank 0 is written as step.decode.eager.json and so on. Weights are random, and so are the keys and
-values that decode rows start on. docs/profiling.md says how to read both.
+Sections: decode (rows of --context tokens), prefill (the last slices of one prompt of --context tokens); both eager and
+as captured steps, where slices are short enough to be captured. The trace of rank 0 is written as
+step.decode.eager.json and so on. Weights are random, and so are the keys and values that decode rows start on.
+docs/profiling.md says how to read both.
 
 Ranges cost time on the host, the profiler more: the times of whole steps are those of bench_engine.py.
 """
@@ -45,42 +46,50 @@ OPS |= {"finish_splits": "combine", "fold_ranks": "combine", "derive_tiles": "ta
 
 
 def decode(session: Session) -> None:
-    """Decode rows, eager and as a captured step."""
-    args, labels = session.args, None
-    graphs = session.runner.graphs
-    for how in ("eager", "graph"):
-        if how not in args.how.split(","):
-            continue
-        config = session.describe(context=args.context, batch=args.rows, how=how)
-        with session.bench.point("decode", config, how) as go:
-            if not go:
-                continue
-            if how == "graph" and graphs is None:
-                session.bench.recorder.write("decode", how, config, "unavailable", reason="nothing is captured here")
-                continue
-            session.runner.graphs = graphs if how == "graph" else None
-            try:
-                engine = session.engine()
-                new = WARM_UP + args.steps + 2
-                session.start_rows(engine, [max(1, args.context - new)] * args.rows, new)
-                work = profiled(session, engine, "decode", how, config, WARM_UP, labels)
-            finally:
-                session.runner.graphs = graphs
-            # a replay is one launch: what its kernels are for is known from the eager steps
-            labels = labels_of(work)
+    """Decode rows."""
+    args, new = session.args, WARM_UP + session.args.steps + 2
+
+    def start(engine: Engine) -> None:
+        session.start_rows(engine, [max(1, args.context - new)] * args.rows, new)
+
+    both(session, "decode", {"context": args.context, "batch": args.rows}, WARM_UP, start)
 
 
 def prefill(session: Session) -> None:
     """The last slices of a long prompt."""
     args = session.args
-    config = session.describe(prompt=args.context, prefill_slice=args.prefill_slice)
-    with session.bench.point("prefill", config, "eager") as go:
-        if go:
-            engine = session.engine()
-            if engine.mesh.is_leader:
-                engine.add(prompt(session, args.context, 1), greedy(1))
-            slices = -(-args.context // args.prefill_slice)
-            profiled(session, engine, "prefill", "eager", config, max(1, slices - args.steps - 1), None)
+    slices = -(-args.context // args.prefill_slice)
+
+    def start(engine: Engine) -> None:
+        if engine.mesh.is_leader:
+            engine.add(prompt(session, args.context, 1), greedy(1))
+
+    point = {"prompt": args.context, "prefill_slice": args.prefill_slice}
+    both(session, "prefill", point, max(1, slices - args.steps - 1), start)
+
+
+def both(session: Session, section: str, point: dict[str, Any], skip: int, start: Callable[[Engine], None]) -> None:
+    """Profile what `start` has begun, behind `skip` steps: eager, and as captured steps."""
+    labels, graphs = None, session.runner.graphs
+    for how in ("eager", "graph"):
+        if how not in session.args.how.split(","):
+            continue
+        config = session.describe(**point, how=how)
+        with session.bench.point(section, config, how) as go:
+            if not go:
+                continue
+            if how == "graph" and graphs is None:
+                session.bench.recorder.write(section, how, config, "unavailable", reason="nothing is captured here")
+                continue
+            session.runner.graphs = graphs if how == "graph" else None
+            try:
+                engine = session.engine()
+                start(engine)
+                work = profiled(session, engine, section, how, config, skip, labels)
+            finally:
+                session.runner.graphs = graphs
+            # a replay is one launch: what its kernels are for is known from the eager steps
+            labels = labels_of(work)
 
 
 def profiled(
@@ -224,7 +233,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     session_arguments(parser)
     add = parser.add_argument
     add("--trace", help="where the trace goes, a .json; default: nowhere")
-    add("--how", default="eager,graph", help="decode: of eager, graph")
+    add("--how", default="eager,graph", help="of eager, graph")
     add("--rows", type=int, default=1, help="decode rows")
     add("--context", type=int, default=32768, help="tokens of a decode row, or of the prompt")
     add("--steps", type=int, default=4, help="steps to profile")

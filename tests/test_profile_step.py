@@ -29,7 +29,7 @@ def test_traces_name_the_parts_of_a_step(tmp_path, capsys):
     assert profile_step.main(arguments) == 0
     assert CollectiveMerge.__call__ is before, "a range was left on the merge"
     names = {}
-    for how in ("decode.eager", "decode.graph", "prefill.eager"):
+    for how in ("decode.eager", "decode.graph", "prefill.eager", "prefill.graph"):
         events = json.loads((trace.parent / f"step.{how}.json").read_text())["traceEvents"]
         names[how] = [e["name"] for e in events if e.get("cat") == "user_annotation"]
         for phase in ("plan", "reserve, fill", "fill", "run", "sample", "commit"):
@@ -38,12 +38,13 @@ def test_traces_name_the_parts_of_a_step(tmp_path, capsys):
     for how in ("decode.eager", "prefill.eager"):
         assert set(inside) < set(names[how])
         assert names[how].count("attention") == 2 * 2, "two layers, two steps"
-    assert set(inside).isdisjoint(names["decode.graph"])
+    assert set(inside).isdisjoint(names["decode.graph"] + names["prefill.graph"])
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(record["section"], record["name"]) for record in records] == [
         ("decode", "eager"),
         ("decode", "graph"),
         ("prefill", "eager"),
+        ("prefill", "graph"),
     ]
     for record in records:
         value, top = record["value"], record["top"]
