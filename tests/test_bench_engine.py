@@ -88,7 +88,7 @@ def test_every_section_runs_on_one_rank(tmp_path):
 @pytest.mark.dist
 def test_layouts_share_the_ranks(tmp_path, ranks):
     out = tmp_path / "records.jsonl"
-    arguments = ["--out", str(out), "--sections", "tpot,itl", "--layouts", "kvp2,tp2"]
+    arguments = ["--out", str(out), "--sections", "tpot,itl", "--deadline", "0", "--layouts", "kvp2,tp2"]
     assert ranks(2).run(run_on_rank, arguments, timeout_s=120) == [0, 0]
     records = [record for record in read(out) if record["status"] == "ok"]
     assert {record["config"]["layout"] for record in records} == {"kvp2", "tp2"}
