@@ -5,6 +5,7 @@ the whole wire format, with a version and a checksum in front, because a mismatc
 """
 
 import array
+import operator
 import struct
 import sys
 import zlib
@@ -85,7 +86,11 @@ class Request:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        ids = tuple(int(i) for i in self.prompt_ids)
+        try:
+            # not int(): "12" would be the tokens 1 and 2, and 1.7 the token 1
+            ids = tuple(map(operator.index, self.prompt_ids))
+        except TypeError as error:
+            raise ValueError(f"request {self.request_id}: the prompt is a row of token ids: {error}") from None
         if not ids:
             raise ValueError(f"request {self.request_id}: the prompt is empty; it needs at least one token")
         object.__setattr__(self, "prompt_ids", ids)

@@ -86,7 +86,10 @@ def read_work(config: Config, folder: Path) -> Work:
     model_config = AutoConfig.from_pretrained(folder)
     if reasons := config_reasons(model_config):
         raise boot.LaunchError(f"the model in {folder} cannot run on a sharded cache: " + "; ".join(reasons))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise boot.LaunchError(f"the tokenizer in {folder} cannot be loaded: {error}") from None
     text = model_config.get_text_config()
     limits = (text.vocab_size, text.max_position_embeddings)
     if config.workload.name == "passkey" and config.workload.num_tokens > text.max_position_embeddings:

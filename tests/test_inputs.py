@@ -72,3 +72,11 @@ def test_a_passkey_longer_than_the_model_is_refused_before_its_text_is_made(tmp_
     config = Config(workload=WorkloadConfig(name="passkey", num_tokens=10**12))
     with pytest.raises(boot.LaunchError, match=r"workload.num_tokens=1000000000000 is over the model's limit of 4096"):
         generate.read_work(config, tiny_model_folder(tmp_path))
+
+
+def test_a_model_without_a_tokenizer_is_named(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    for path in folder.glob("token*"):
+        path.unlink()
+    with pytest.raises(boot.LaunchError, match=f"the tokenizer in {folder} cannot be loaded"):
+        generate.read_work(Config(prompt="a"), folder)

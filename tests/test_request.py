@@ -59,6 +59,12 @@ def test_an_empty_prompt_is_refused():
         Request(3, ())
 
 
+@pytest.mark.parametrize("prompt", [(1.7, 2), ("1", "2"), "12", [[1, 2], [3, 4]], 5, None])
+def test_a_prompt_is_a_row_of_integers_and_nothing_is_rounded_or_parsed(prompt):
+    with pytest.raises(ValueError, match="request 3: the prompt is a row of token ids"):
+        Request(3, prompt)
+
+
 @pytest.mark.parametrize(("prompt", "bad"), [((5, -1), -1), ((5, 100), 100), ((101, 3), 101)])
 def test_token_ids_outside_the_vocabulary_are_refused(prompt, bad):
     with pytest.raises(ValueError, match=rf"token id {bad} is outside the vocabulary \(legal: 0 to 99\)"):

@@ -206,6 +206,14 @@ def test_only_plain_safetensors_are_read(tmp_path):
         Checkpoint(tmp_path / "nowhere")
 
 
+def test_a_file_that_was_cut_short_is_named(tmp_path):
+    saved(tmp_path, "llama")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or was copied in part: "):
+        load_sharded(tmp_path, Mesh.single(), dtype=torch.float32)
+
+
 def test_ranges_of_any_dimension_are_copied(tmp_path):
     full = torch.randn(3, 10, 7)
     save_file({"a": full}, tmp_path / "model.safetensors")

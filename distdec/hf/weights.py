@@ -113,10 +113,13 @@ class Checkpoint:
         return out[0] if len(out) == 1 else torch.cat(out, 0 if cut is None else cut.dim)
 
     def _handle(self, path: Path) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if path not in self._open:
-            self._open[path] = safe_open(str(path), framework="pt", device="cpu").__enter__()
+            try:
+                self._open[path] = safe_open(str(path), framework="pt", device="cpu").__enter__()
+            except SafetensorError as error:
+                raise ValueError(f"{path} is damaged or was copied in part: {error}") from None
             self._mapped[path] = 0
         return self._open[path]
 
