@@ -183,6 +183,10 @@ class SchedulerConfig:
         default=50.0,
         metadata=_help("slices of prompts shrink or wait when decode rows would take longer than this; 0: they do not"),
     )
+    lookahead: bool = field(
+        default=True,
+        metadata=_help("launch greedy decode steps before the tokens of the one before are read, so that none waits"),
+    )
     reserve_tokens: int = field(
         default=256,
         metadata=_help("tokens a running request may still grow by when another is admitted; beyond, it is preempted"),
@@ -198,6 +202,8 @@ class SchedulerConfig:
         _check_int("scheduler.max_rows", self.max_rows, 1, None)
         _check_int("scheduler.max_pending_prefills", self.max_pending_prefills, 1, None)
         _check_float("scheduler.decode_deadline_ms", self.decode_deadline_ms, 0.0, None)
+        if not isinstance(self.lookahead, bool):
+            raise ValueError(f"scheduler.lookahead must be true or false, got {self.lookahead!r}")
         _check_int("scheduler.reserve_tokens", self.reserve_tokens, 0, None)
         _check_float("scheduler.priority_ageing_s", self.priority_ageing_s, 0.0, None, open_low=True)
         if self.max_rows > self.token_budget:

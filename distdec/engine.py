@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +22,11 @@ from distdec.batch import StepBatch
 from distdec.capacity import no_room
 from distdec.config import SchedulerConfig
 from distdec.detokenize import TextStream
+from distdec.progress import RequestState
 from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
 from distdec.row_tables import NO_PADDING
-from distdec.runner import Runner
+from distdec.runner import Arrival, Runner
 from distdec.sampling import SamplingRow, sample
 from distdec.scheduler import Scheduler
 
@@ -78,10 +79,16 @@ class _Live:
 
     seed: int
     text: TextStream | None
-    # greedy without a penalty: the logits are all that counts
-    plain: bool
     added: float = field(default_factory=time.perf_counter)
     first_token: float = 0.0
+
+
+class _Launched(NamedTuple):
+    """A step under way: its plan, its logits, and where its tokens arrive if the next one was not to wait for them."""
+
+    plan: StepPlan
+    logits: torch.Tensor | None = None
+    tokens: Arrival | None = None
 
 
 class Engine:
@@ -109,14 +116,23 @@ class Engine:
         self.vocab_size = text_config.vocab_size
         self.max_positions = text_config.max_position_embeddings
         self.eos_ids = frozenset(model_eos_ids(runner.model) if eos_ids is None else eos_ids)
+        config = config or SchedulerConfig()
         self.scheduler = Scheduler(
-            config or SchedulerConfig(), self.cache.kv, self.eos_ids, prefix_caching=self.cache.prefix_caching
+            config,
+            self.cache.kv,
+            self.eos_ids,
+            prefix_caching=self.cache.prefix_caching,
+            lookahead=config.lookahead and runner.logits_agree,
         )
         self.replay = Replay(self.cache.kv, self.cache.prefix_caching)
         self.tokenizer = tokenizer
         self.peak_tokens = 0
         self._live: dict[int, _Live] = {}
         self._next_id = 0
+        self._next: _Launched | None = None
+        # a plan whose tokens are not told yet, and on rank 0 those tokens
+        self._untold: StepPlan | None = None
+        self._late: tuple[int, ...] = ()
 
     def add(
         self,
@@ -145,7 +161,7 @@ class Engine:
         params = request.sampling
         text = None if self.tokenizer is None else TextStream(self._decode, params.stop)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        self._live[request.request_id] = _Live(seed, text, params.greedy and params.repetition_penalty == 1.0)
+        self._live[request.request_id] = _Live(seed, text)
         return request.request_id
 
     def check(self, request: Request) -> None:
@@ -163,28 +179,55 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step: schedule, agree, reserve, run, sample, commit. Every rank calls it, as often as rank 0.
 
+        Where nothing but decode rows goes on, the next step is launched before this one's tokens are read: they stay
+        on the device, and the host works while it runs.
+
         Raises:
             RuntimeError: on every rank, if rank 0 could not plan; a rank that received something else than a plan.
 
         Notes:
             Collective: the plan over the mesh, then those of the model. Host sync: rank 0 reads the tokens.
         """
-        plan = self._agree()
+        step = self._next or self._launch(self._agree(self.scheduler.schedule))
+        assert step is not None, "a HOLD without a step under way"
+        self._next = None
+        if step.plan.followed:
+            self._next = self._launch(self._agree(lambda: self.scheduler.ahead(step.plan)))
+        return self._commit(step.plan, self._sample(step) if self.mesh.is_leader else {})
+
+    def _launch(self, plan: StepPlan) -> _Launched | None:
+        """Do what a plan says, up to the choice of tokens on the device; nothing for a HOLD."""
+        if not self.mesh.is_leader:
+            if plan.late:
+                self._tell(plan.late)
+            self.replay.admit(plan)
+        if plan.kind is PlanKind.HOLD:
+            return None
         batch = self._reserve(plan)
         if batch is None:
-            return self._commit(plan, {})
+            return _Launched(plan)
         logits = self.runner.run(plan, batch)
-        self.replay.publish(plan)
-        return self._commit(plan, self._sample(plan, logits) if self.mesh.is_leader else {})
+        if plan.pending:
+            self._untold = plan
+        else:
+            self.replay.publish(plan)
+        return _Launched(plan, logits, self.runner.choose() if plan.followed else None)
 
-    def _agree(self) -> StepPlan:
+    def _tell(self, tokens: tuple[int, ...]) -> None:
+        """Publish what the step whose tokens were pending has filled, now that they are known."""
+        assert self._untold is not None, "tokens for no step"
+        self.replay.publish(self._untold.told(tokens))
+        self._untold = None
+
+    def _agree(self, decide: Callable[[], StepPlan]) -> StepPlan:
         plan, error = None, None
         if self.mesh.is_leader:
             try:
-                plan = self.scheduler.schedule()
+                plan = replace(decide(), late=self._late)
             except Exception as raised:
                 # the others already wait for a plan
                 plan, error = StepPlan(0, PlanKind.FAIL), raised
+            self._late = ()
         words = self.mesh.agree(None if plan is None else plan.encode())
         if plan is None:
             plan = StepPlan.decode(words)
@@ -194,8 +237,6 @@ class Engine:
 
     def _reserve(self, plan: StepPlan) -> StepBatch | None:
         """Free, admit and reserve as the plan says. The same integers on every rank, so nobody can run out alone."""
-        if not self.mesh.is_leader:
-            self.replay.admit(plan)
         if not plan.rows:
             return None
         rows = [(row.request_id, len(row.token_ids)) for row in plan.rows]
@@ -204,19 +245,33 @@ class Engine:
         self.peak_tokens = max(self.peak_tokens, self.cache.kv.held_tokens(self.mesh.kvp_rank))
         return batch
 
-    def _sample(self, plan: StepPlan, logits: torch.Tensor) -> dict[int, int | None]:
-        needed = [row.request_id for row in plan.rows if row.needs_logits]
-        rows = [None if self._live[i].plain else self._sampling_row(i) for i in needed]
-        return dict(zip(needed, sample(logits, rows), strict=True))
+    def _sample(self, step: _Launched) -> dict[int, int | None]:
+        needed = [row.request_id for row in step.plan.rows if row.needs_logits]
+        if not needed or step.logits is None:
+            return {}
+        if step.tokens is None:
+            states = [self._state(request_id) for request_id in needed]
+            rows = [None if state.plain else self._sampling_row(state) for state in states]
+            return dict(zip(needed, sample(step.logits, rows), strict=True))
+        tokens = step.tokens.read()
+        if self._next is not None:
+            # of a row that cannot go on, whose token nobody needs, the device took token 0
+            self._late = tuple([max(token, 0) for token in tokens])
+            self._tell(self._late)
+        # one that ended with the step before has run a row too many
+        pairs = [pair for pair in zip(needed, tokens, strict=True) if pair[0] in self._live]
+        return {request_id: None if token < 0 else token for request_id, token in pairs}
 
-    def _sampling_row(self, request_id: int) -> SamplingRow:
+    def _state(self, request_id: int) -> RequestState:
         # a request may have been cancelled while its step ran; its token is dropped at commit
-        state = self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
+        return self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
+
+    def _sampling_row(self, state: RequestState) -> SamplingRow:
         params = state.request.sampling
         seen: Sequence[int] = ()
         if params.repetition_penalty != 1.0:
             seen = (*state.request.prompt_ids, *state.output_ids)
-        return SamplingRow(params, self._live[request_id].seed, len(state.output_ids), seen)
+        return SamplingRow(params, self._live[state.request_id].seed, len(state.output_ids), seen)
 
     def _commit(self, plan: StepPlan, tokens: dict[int, int | None]) -> StepResult:
         if not self.mesh.is_leader:

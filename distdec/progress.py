@@ -5,6 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from distdec.request import FinishReason, Request
+from distdec.step_cost import StepLoad
 
 
 @dataclass
@@ -17,6 +18,7 @@ class RequestState:
         num_prompt: tokens of the prompt.
         max_new: most tokens to generate.
         expires: when it is ended wherever it stands.
+        plain: it takes the likeliest token, and the logits alone say which that is.
         cold: it may not start on cached pages, which can pin more frames than it can do without.
     """
 
@@ -35,6 +37,8 @@ class RequestState:
         self.request_id = self.request.request_id
         self.num_prompt = len(self.request.prompt_ids)
         self.max_new = self.request.sampling.max_new_tokens
+        sampling = self.request.sampling
+        self.plain = sampling.greedy and sampling.repetition_penalty == 1.0
         self.expires = inf if timeout is None else self.arrived + timeout
 
     @property
@@ -84,3 +88,16 @@ class SchedulerStats:
     @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.looked_up_tokens if self.looked_up_tokens else 0.0
+
+
+def load_of(counts: list[tuple[RequestState, int]]) -> StepLoad:
+    """Return what a step holds that runs this many of each request's outstanding tokens."""
+    rows = context = tokens = work = 0
+    for state, count in counts:
+        if count == 1 and state.num_outstanding == 1:
+            rows += 1
+            context += state.num_computed + 1
+        else:
+            tokens += count
+            work += state.num_computed * count
+    return StepLoad(rows, context, tokens, work)

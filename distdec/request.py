@@ -10,14 +10,16 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
 
 MAGIC = 0x64697374646563  # "distdec" in ASCII
-VERSION = 2
+VERSION = 3
+PENDING = -1
+"""Token id of a row whose token is not known yet: the one that the step before chooses, on the device."""
 GREEDY_TEMPERATURE = 1e-5  # dividing logits by less overflows float32 to NaN; such a temperature means greedy
 
 
@@ -135,7 +137,10 @@ class FinishReason(str, Enum):
 
 
 class Row(NamedTuple):
-    """One request's share of a step: `token_ids` at global positions `start, start + 1, ...` of its own sequence."""
+    """One request's share of a step: `token_ids` at global positions `start, start + 1, ...` of its own sequence.
+
+    A single `PENDING` stands for a token that the step before still has to choose.
+    """
 
     request_id: int
     start: int
@@ -148,11 +153,12 @@ class Row(NamedTuple):
 
 
 class PlanKind(IntEnum):
-    """What the ranks do with a plan."""
+    """What the ranks do with a plan. HOLD: nothing; the step that is under way has to end first."""
 
     RUN = 0
     DONE = 1
     FAIL = 2
+    HOLD = 3
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,9 @@ class StepPlan:
 
     Rows of one token that need logits come first (decode rows), prefill slices after them. `withdraw` names those of
     `free` whose cached pages nobody shall find again; `hits` those of `admit` that start on cached pages.
+
+    Where a plan is `followed`, another one comes before this one's tokens are read. It has the same rows, one token
+    further on and pending, or is a HOLD; the plan after it then tells in `late` what those tokens were.
     """
 
     step: int
@@ -182,6 +191,18 @@ class StepPlan:
     rows: tuple[Row, ...] = ()
     withdraw: tuple[int, ...] = ()
     hits: tuple[Hit, ...] = ()
+    followed: bool = False
+    late: tuple[int, ...] = ()
+
+    @property
+    def pending(self) -> bool:
+        """Whether the rows' tokens are those that the step before chooses."""
+        return bool(self.rows) and self.rows[0].token_ids == (PENDING,)
+
+    def told(self, tokens: Sequence[int]) -> "StepPlan":
+        """Return the plan with the tokens of its pending rows."""
+        rows = [row._replace(token_ids=(token,)) for row, token in zip(self.rows, tokens, strict=True)]
+        return replace(self, rows=tuple(rows))
 
     @cached_property
     def num_tokens(self) -> int:
@@ -204,7 +225,7 @@ class StepPlan:
         """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
 
         Example: a decode row (request 7, position 12, token 99) alone in step 3 encodes, after the three header
-        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0]`.
+        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0]`.
         """
         body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
         for request_id, start, token_ids, needs_logits in self.rows:
@@ -213,6 +234,7 @@ class StepPlan:
         body += [len(self.withdraw), *self.withdraw, len(self.hits)]
         for hit in self.hits:
             body += hit.words()
+        body += [int(self.followed), len(self.late), *self.late]
         return [MAGIC, VERSION, _checksum(body), *body]
 
     @classmethod
@@ -242,9 +264,10 @@ class StepPlan:
         for _ in range(reader.one()):
             request_id, *words = reader.take(5)
             hits.append(Hit(request_id, struct.pack("<4q", *words)))
+        followed, late = bool(reader.one()), reader.take(reader.one())
         if not reader.at_end:
             raise ValueError("step plan longer than its own lengths say")
-        return cls(step, PlanKind(kind), free, admit, tuple(rows), withdraw, tuple(hits))
+        return cls(step, PlanKind(kind), free, admit, tuple(rows), withdraw, tuple(hits), followed, late)
 
 
 class _Reader:

@@ -15,13 +15,14 @@ from distdec.batch import StepBatch
 from distdec.capacity import choose_max_tokens
 from distdec.config import Config
 from distdec.hf.attention import bind_engine
-from distdec.hf.sharding import merge_for
+from distdec.hf.sharding import merge_for, sharding_of
 from distdec.hf.support import Geometry, check_model
 from distdec.hf.weights import load_sharded
 from distdec.mesh import Mesh
 from distdec.model_graphs import ModelGraphs
 from distdec.request import StepPlan
 from distdec.row_tables import NO_PADDING, Padding
+from distdec.sampling import greedy
 from distdec.sharded_cache import ShardedCache
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -71,6 +72,28 @@ def cache_size(model: torch.nn.Module, mesh: Mesh, config: Config, wanted_tokens
     return choose_max_tokens(config.cache, wanted_tokens, per_token, _free_bytes(mesh), mesh.kvp_size)
 
 
+class Arrival:
+    """Tokens on their way from the device to the host.
+
+    Shapes:
+        tokens: [N] int64, on the device; -1 where there is none
+    """
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._host, self._event = tokens, None
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Return the tokens. Host sync: waits for the step that chose them, not for later ones."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
 class Runner:
     """A model whose attention runs on a sharded cache, fed with plans.
 
@@ -90,6 +113,9 @@ class Runner:
         self.graphs: ModelGraphs | None = None
         self._num_eager = 0
         self._inputs = _Inputs(self.mesh.device)
+        # of the step launched last
+        self._logits: Tensor | None = None
+        self._tokens: Tensor | None = None
 
     @classmethod
     def build(
@@ -175,6 +201,20 @@ class Runner:
     def dtype(self) -> str:
         return str(self.cache.pool.k.dtype).removeprefix("torch.")
 
+    @property
+    def logits_agree(self) -> bool:
+        """Whether all ranks have the same logits to the bit: one rank, or a head whose parts all ranks gather."""
+        return self.mesh.world_size == 1 or sharding_of(self.model) is not None
+
+    def choose(self) -> Arrival:
+        """Choose the likeliest token of each row of the step launched last, on the device.
+
+        They are the tokens of the next step, if its rows are pending. Host sync: none.
+        """
+        assert self._logits is not None, "choose() before a step"
+        self._tokens = greedy(self._logits)
+        return Arrival(self._tokens)
+
     def padding(self, plan: StepPlan) -> Padding:
         """Return up to what a plan's rows have to be padded; none of it where the step runs eagerly."""
         return NO_PADDING if self.graphs is None else self.graphs.padding(plan)
@@ -200,11 +240,16 @@ class Runner:
         pad = self.padding(plan)
         count, (input_ids, position_ids, needed) = self._inputs.fill(plan, pad)
         with torch.no_grad():
+            if plan.pending:
+                assert self._tokens is not None, "pending tokens that no step has chosen"
+                torch.clamp(self._tokens, min=0, out=input_ids[:count])
             if pad != NO_PADDING and self.graphs is not None:
-                return self.graphs.run(pad, (input_ids, position_ids, needed), batch)[:count]
-            self._num_eager += 1
-            self.binding.set_step(batch)
-            return self.binding.forward(input_ids, position_ids, logits_to_keep=needed)
+                self._logits = self.graphs.run(pad, (input_ids, position_ids, needed), batch)[:count]
+            else:
+                self._num_eager += 1
+                self.binding.set_step(batch)
+                self._logits = self.binding.forward(input_ids, position_ids, logits_to_keep=needed)
+        return self._logits
 
     def close(self) -> None:
         """Drop the graphs, take the binding off the model and give back the merge's buffers, in this order.

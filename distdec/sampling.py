@@ -41,6 +41,19 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """Return the first of the largest logits of each row; -1 for a row with a NaN, a +inf or nothing but -inf.
+
+    Shapes:
+        logits: [N, V] any float dtype; returns [N] int64
+
+    Notes:
+        In-place: none. Collective: none. Host sync: none.
+    """
+    largest, tokens = logits.max(-1)
+    return torch.where(largest.abs() < torch.inf, tokens, -1)
+
+
 def sample(logits: Tensor, rows: Sequence[SamplingRow | None]) -> list[int | None]:
     """Choose one token a row: repetition penalty, then temperature, top-k, top-p, min-p, then the draw.
 
@@ -64,8 +77,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow | None]) -> list[int | Non
     special = {i: row for i, row in enumerate(rows) if row is not None}
     logits = _penalise(logits, special)
     # after the penalty: an extreme one overflows; neither of NaN
-    usable = logits.amax(-1).abs() < torch.inf
-    tokens = logits.argmax(-1)
+    tokens = greedy(logits)
+    usable = tokens >= 0
     random = [i for i, row in special.items() if not row.params.greedy]
     if random:
         index = torch.tensor(random, device=logits.device)

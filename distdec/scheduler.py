@@ -15,12 +15,14 @@ order is never preempted while another runs, so it always gets on, and a request
 import time
 from bisect import insort
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from math import inf
 from typing import Protocol
 
 from distdec.cache.prefix import Match
 from distdec.config import SchedulerConfig
-from distdec.progress import RequestState, SchedulerStats, TokenEvent
-from distdec.request import FinishReason, Hit, PlanKind, Request, Row, StepPlan
+from distdec.progress import RequestState, SchedulerStats, TokenEvent, load_of
+from distdec.request import PENDING, FinishReason, Hit, PlanKind, Request, Row, StepPlan
 from distdec.step_cost import StepCost, StepLoad
 
 MIN_SLICE = 16
@@ -60,6 +62,7 @@ class Scheduler:
         cache: rank 0's.
         eos_ids: tokens that end a request unless it ignores them.
         prefix_caching: look prompts up in the cache.
+        lookahead: steps may be planned before the tokens of the one before are known; see `ahead`.
         clock: seconds, never going back; for arrivals, timeouts and the time of steps.
     """
 
@@ -70,12 +73,14 @@ class Scheduler:
         eos_ids: Collection[int] = (),
         *,
         prefix_caching: bool = True,
+        lookahead: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.cache = cache
         self.eos_ids = frozenset(eos_ids)
         self.prefix_caching = prefix_caching
+        self.lookahead = lookahead
         self.clock = clock
         self.stats = SchedulerStats()
         self.cost = StepCost()
@@ -94,11 +99,12 @@ class Scheduler:
         # nothing was freed since the head of the queue was found not to fit: asking again is wasted
         self._blocked = False
         self._delay = 0
-        self._load = StepLoad()
         self._waits = False
-        self._began = 0.0
+        # of the steps planned and not committed: what they hold, when they began, whether their time says anything
+        self._under_way: dict[int, tuple[StepLoad, float, bool]] = {}
+        self._committed = -inf
         # a step without logits ends before its work does, so neither its time nor the next one's says anything
-        self._timed = self._timed_before = False
+        self._timed = True
 
     @property
     def has_work(self) -> bool:
@@ -132,8 +138,8 @@ class Scheduler:
         Raises:
             RuntimeError: a request does not fit the cache although nothing else runs.
         """
-        self._began = self.clock()
-        self._expire()
+        began = self.clock()
+        self._expire(began)
         while self._to_free:
             self._free(self._to_free[0])
             del self._to_free[0]
@@ -148,21 +154,62 @@ class Scheduler:
                 f"request {head.request_id} needs {head.max_tokens} tokens of KV cache: more than an empty cache holds"
             )
         rows = tuple([Row(s.request_id, s.num_computed, s.next_ids(n), n == s.num_outstanding) for s, n in counts])
-        self._load = _load(counts)
+        load = load_of(counts)
         # all decode rows run, so who is left has a prompt
-        self._waits = not self._load.prefill_tokens and len(rows) < len(self.running)
-        self._timed_before, self._timed = self._timed or not self._step, any(row.needs_logits for row in rows)
+        self._waits = not load.prefill_tokens and len(rows) < len(self.running)
+        timed_before, self._timed = self._timed, any(row.needs_logits for row in rows)
+        self._under_way[self._step] = load, began, self._timed and timed_before
         withdraw = tuple(request_id for request_id in self._freed if request_id in self._tainted)
         kind = PlanKind.RUN if self.has_work else PlanKind.DONE
         freed, admitted, hits = tuple(self._freed), tuple(self._admitted), tuple(self._hits)
         plan = StepPlan(self._step, kind, freed, admitted, rows, withdraw, hits)
+        if self._goes_on(plan, 2):
+            plan = replace(plan, followed=True)
         self._tainted.difference_update(withdraw)
         self._freed, self._admitted, self._hits = [], [], []
         self._step += 1
         return plan
 
-    def _expire(self) -> None:
-        now = self._began
+    def ahead(self, plan: StepPlan) -> StepPlan:
+        """Return the step behind `plan`, whose tokens are not known yet, or a HOLD where it has to wait for them.
+
+        It runs the same decode rows again. A request whose pending token turns out to end it has then run one row too
+        many, which `commit` leaves out like that of a cancelled one.
+
+        Args:
+            plan: a plan that is `followed`; its tokens are reserved, and it is not committed.
+        """
+        began = self.clock()
+        if not self._goes_on(plan, 1):
+            return StepPlan(self._step, PlanKind.HOLD)
+        rows = tuple([Row(row.request_id, row.start + 1, (PENDING,), True) for row in plan.rows])
+        context = sum(row.start + 1 for row in rows)
+        self._under_way[self._step] = StepLoad(len(rows), context), began, True
+        self._step += 1
+        return StepPlan(self._step - 1, rows=rows, followed=True)
+
+    def _goes_on(self, plan: StepPlan, more: int) -> bool:
+        """Tell whether the rows of a plan can run once more without their tokens, with `more` tokens each to reserve.
+
+        Nothing may have to be freed, admitted or ended first, as far as can be known.
+        """
+        if not self.lookahead or not plan.decode_only or len(plan.rows) != len(self.running) or self._to_free:
+            return False
+        if self.waiting and not self._blocked and len(self.running) < self.config.max_rows:
+            return False
+        now = self.clock()
+        for row in plan.rows:
+            state = self.running.get(row.request_id)
+            if state is None or not state.plain or state.expires <= now:
+                return False
+            # tokens that it has with this plan's: one more must be left to choose
+            if row.start + 2 - state.num_prompt >= state.max_new:
+                return False
+        if any(state.expires <= now for state in self.waiting):
+            return False
+        return self.cache.can_extend([(row.request_id, more) for row in plan.rows])
+
+    def _expire(self, now: float) -> None:
         for state in [state for state in (*self.waiting, *self.running.values()) if state.expires <= now]:
             self.finish(state.request_id, FinishReason.TIMEOUT)
 
@@ -252,7 +299,7 @@ class Scheduler:
         deadline = MARGIN * self.config.decode_deadline_ms
         if not decode or not deadline:
             return self.config.prefill_slice
-        room = self.cost.room(_load(decode + prefill), state.num_computed, deadline)
+        room = self.cost.room(load_of(decode + prefill), state.num_computed, deadline)
         if room is None or room >= min(MIN_SLICE, state.num_outstanding):
             return self.config.prefill_slice if room is None else room
         return 0 if prefill or self._delay < MAX_DELAY else MIN_SLICE
@@ -294,10 +341,13 @@ class Scheduler:
         return events
 
     def _learn(self, plan: StepPlan) -> None:
+        load, began, timed = self._under_way.pop(plan.step)
         if not plan.rows:
             return
-        if self._timed and self._timed_before:
-            self.cost.learn(self._load, 1e3 * (self.clock() - self._began))
+        # a step that was launched behind another one begins where that one ends
+        began, self._committed = max(began, self._committed), self.clock()
+        if timed:
+            self.cost.learn(load, 1e3 * (self._committed - began))
         self._delay = self._delay + 1 if self._waits else 0
         self.stats.delayed_steps += self._waits
 
@@ -344,15 +394,3 @@ class Scheduler:
         for state in self.running.values():
             assert 0 <= state.num_computed < state.num_tokens, "a running request has nothing outstanding"
             assert len(state.output_ids) < state.request.sampling.max_new_tokens, "a finished request is running"
-
-
-def _load(counts: list[tuple[RequestState, int]]) -> StepLoad:
-    rows = context = tokens = work = 0
-    for state, count in counts:
-        if count == 1 and state.num_outstanding == 1:
-            rows += 1
-            context += state.num_computed + 1
-        else:
-            tokens += count
-            work += state.num_computed * count
-    return StepLoad(rows, context, tokens, work)

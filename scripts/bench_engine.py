@@ -74,7 +74,7 @@ def decode_rows(session: Session, contexts: list[int], steps: int) -> tuple[list
 
     def note(count: int, result: StepResult) -> None:
         if len(result.plan.rows) == len(ids):
-            held.append(session.kv_bytes())
+            held.append(session.kv_bytes(result.plan))
 
     found = gaps(session.bench, drive(engine, note))
     times = [ms for ms, step in found if step.decode_rows == len(ids)][WARM_UP:]

@@ -32,6 +32,7 @@ class HostClock:
         for method, name in PHASES.items():
             self._watch(engine, method, name)
         self._watch(engine.scheduler, "schedule", "schedule_of_plan_agree")
+        self._watch(engine.scheduler, "ahead", "schedule_of_plan_agree")
         self._watch(engine.runner, "run", "launch")
         if split_wait:
             self._split_wait(engine)

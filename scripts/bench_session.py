@@ -20,7 +20,7 @@ from bench_weights import MODELS, build
 from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
 from distdec.engine import Engine, StepResult
 from distdec.mesh import Mesh
-from distdec.request import SamplingParams
+from distdec.request import SamplingParams, StepPlan
 from distdec.runner import Runner
 
 WARM_UP = 8
@@ -168,10 +168,15 @@ class Session:
             0 if table.data_ptr() == head.data_ptr() else table.numel() * table.element_size()
         )
 
-    def kv_bytes(self) -> int:
-        """Return the bytes of keys and values that this rank holds of all live sequences."""
-        pool = self.runner.cache.pool
-        return self.runner.cache.local_tokens() * (pool.bytes // pool.k.shape[1])
+    def kv_bytes(self, plan: StepPlan) -> int:
+        """Return the bytes of keys and values that this rank held of all live sequences at a step, its own included.
+
+        The next step may have been launched already: its tokens are left out, by this rank's share of all tokens.
+        """
+        pool, kv = self.runner.cache.pool, self.runner.cache.kv
+        seen = sum(row.start + row.num_tokens for row in plan.rows)
+        held = sum(kv.length(row.request_id) for row in plan.rows)
+        return self.runner.cache.local_tokens() * seen // held * (pool.bytes // pool.k.shape[1])
 
     def read_ceiling(self) -> tuple[float, int]:
         """Return (us, bytes) of a plain read in this run, on the slowest rank."""

@@ -29,7 +29,7 @@ def test_a_plan_comes_back_from_its_integers(plan):
 
 def test_the_worked_example_of_the_wire_format():
     plan = StepPlan(3, rows=(Row(7, 12, (99,), True),))
-    assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0]
+    assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0]
 
 
 @given(plans, st.data())
@@ -50,7 +50,7 @@ def test_a_plan_of_another_length_is_refused(change):
 
 def test_a_plan_of_another_version_names_both():
     words = StepPlan(1).encode()
-    with pytest.raises(ValueError, match="version 9, this rank reads version 2"):
+    with pytest.raises(ValueError, match="version 9, this rank reads version 3"):
         StepPlan.decode([MAGIC, 9, *words[2:]])
 
 
