@@ -66,6 +66,32 @@ def test_tokens_past_the_last_row_are_padding(name):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("real", [3, 0], ids=["beside rows", "alone"])
+def test_rows_without_tokens_and_tokens_without_row_change_nothing(name, real):
+    """A captured step: rows and tokens up to fixed numbers, which bound the longest row too."""
+    case = PREFILL_CASES[0]
+    inputs = build(case)
+    held = int(inputs.q_indptr[real])
+    q = torch.cat([inputs.q[:held], torch.full_like(inputs.q[:1], torch.nan).repeat(128 - held, 1, 1)])
+    positions = torch.cat([inputs.q_positions[:held], torch.full((128 - held,), -1, dtype=torch.int32)])
+    empty = 5 - real
+    tables = inputs.tables._replace(
+        tile_ranges=torch.cat([inputs.tables.tile_ranges[:real], torch.zeros(empty, 2, dtype=torch.int32)]),
+        cum_tiles=torch.cat([inputs.tables.cum_tiles[: real + 1], inputs.tables.cum_tiles[real].repeat(empty)]),
+    )
+    indptr = torch.cat([inputs.q_indptr[: real + 1], inputs.q_indptr[real].repeat(empty)])
+    options = inputs.options | ({"tile_tokens": case.tile_tokens} if name == "triton" else {})
+    with nan_filled_empty():
+        got = get_backend(name, "cpu").prefill(
+            q, inputs.k_pool, inputs.v_pool, tables, positions, indptr, 128, **options
+        )
+    assert (got.out[held:] == 0).all()
+    assert (got.lse[held:] == -torch.inf).all()
+    if held:
+        close_partial(type(got)(got.out[:held], got.lse[:held]), truth(inputs))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_padding_tokens_inside_a_row_see_nothing(name):
     case = PREFILL_CASES[0]
     inputs = build(case)
