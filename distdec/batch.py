@@ -157,14 +157,17 @@ class StepBuffers:
         if q_len is None:
             q_len = rows[0][1] if rows and 1 <= rows[0][1] <= MAX_DECODE_TOKENS else 1
         counts = [count for _, count in rows]
-        num_decode = next((i for i, count in enumerate(counts) if count != q_len), len(counts))
+        num_decode = len(counts)
+        if counts.count(q_len) != num_decode:
+            num_decode = next(i for i, count in enumerate(counts) if count != q_len)
         shape = shape_of(counts, num_decode, q_len, pad)
         seqs = [seq for seq, _ in rows]
         lens, tables = self.kv.local_rows(seqs, self.kvp_rank)
         self._grow(shape.num_tokens, shape.decode_rows + shape.prefill_rows, sum(table.count for table in tables))
         self._rows.update(tables)
-        self._fill_tokens(counts, lens, tables, num_decode, shape)
-        self._fill_tables(np.array(counts, np.int64), np.array(lens, np.int64), num_decode, shape)
+        ends = np.array(lens, np.int64)
+        self._fill_tokens(counts, ends, tables, num_decode, shape)
+        self._fill_tables(np.array(counts, np.int64), ends, num_decode, shape)
         self._upload(self._rows.total)
         if self._made is None or self._made[0] != shape:
             self._made = (shape, self._batch(shape))
@@ -230,7 +233,7 @@ class StepBuffers:
         return self._words[offset : offset + size]
 
     def _fill_tokens(
-        self, counts: list[int], lens: list[int], tables: list[ViewTable], num_decode: int, shape: StepShape
+        self, counts: list[int], lens: np.ndarray, tables: list[ViewTable], num_decode: int, shape: StepShape
     ) -> None:
         slots = self._segment("slots")[: 2 * shape.num_tokens].view(np.int64)
         positions = self._segment("positions")[: shape.num_tokens]
@@ -238,13 +241,12 @@ class StepBuffers:
         first = at = 0
         if shape.q_len == 1:
             first = at = num_decode
-            ends = np.array(lens, np.int64)
-            positions[:at] = ends[:at] - 1
-            slots[:at] = self._rows.last_slots(ends)[:at]
+            positions[:at] = lens[:at] - 1
+            slots[:at] = self._rows.last_slots(lens)[:at]
         for row in range(first, len(counts)):
             if row == num_decode:
                 at = shape.decode_tokens
-            stop, length = at + counts[row], lens[row]
+            stop, length = at + counts[row], int(lens[row])
             slots[at:stop] = tables[row].slots(length - counts[row], length)
             positions[at:stop] = np.arange(length - counts[row], length)
             at = stop

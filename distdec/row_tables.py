@@ -39,11 +39,13 @@ class StepShape(NamedTuple):
     num_tokens: int
 
     def sections(self, num_decode: int, num_rows: int, half: int) -> tuple[tuple[slice, int, int, int], ...]:
-        """Return for each section: its real rows, its first row after padding, its rows, its place in a CSR pair."""
-        return (
-            (slice(0, num_decode), 0, self.decode_rows, 0),
-            (slice(num_decode, num_rows), self.decode_rows, self.prefill_rows, half),
-        )
+        """Return for the decode section, and for the prefill section if any, where its numbers go.
+
+        That is: its real rows, its first row after padding, its rows with padding, its place in a CSR pair.
+        """
+        decode = (slice(0, num_decode), 0, self.decode_rows, 0)
+        prefill = (slice(num_decode, num_rows), self.decode_rows, self.prefill_rows, half)
+        return (decode, prefill) if self.prefill_rows else (decode,)
 
 
 class RowTables:

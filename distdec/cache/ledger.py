@@ -63,17 +63,13 @@ class ChunkLedger:
         rank, frame, num_frames = state.chunk
         size = self.layout.min_chunk
         before = -(-state.filled // size)
-        self.fill(state, tokens)
+        state.filled += tokens
         after = -(-state.filled // size)
+        self.stored_tokens[rank] += tokens
         if after != before:
             self.spare_frames[rank] -= after - before
             if after == num_frames:
                 del self._spare[rank][frame]
-
-    def fill(self, state: ChunkState, tokens: int) -> None:
-        """Let the owner write `tokens` more tokens into the frame that it is in."""
-        state.filled += tokens
-        self.stored_tokens[state.chunk.kvp_rank] += tokens
 
     def shrink(self, state: ChunkState, filled: int) -> None:
         """Take back the tokens from `filled` on, which only the owner sees, and the pages published of them."""

@@ -77,9 +77,11 @@ class Placer:
         filled = state.filled
         if state.owner is not seq or span.offset + span.length != filled or count > -filled % self._min_chunk:
             return False
-        self._ledger.fill(state, count)
+        rank = span.rank
+        state.filled = filled + count
+        self._ledger.stored_tokens[rank] += count
+        self.tokens[rank] += count
         seq.lengthen(span, count)
-        self.tokens[span.rank] += count
         return True
 
     def _fill(self, seq: Sequence, count: int, hooked: int | None) -> None:
