@@ -19,6 +19,7 @@ from distdec.ops.combine_triton import LOWEST, combine_splits
 from distdec.ops.decode import check_attention, check_decode
 from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.partial import Partial
+from distdec.ops.softmax_triton import finish_softmax, fold_keys, load_some_rows
 from distdec.ops.spans import max_partials
 from distdec.ops.spans_triton import with_schedule
 from distdec.ops.splits import Splits
@@ -29,39 +30,6 @@ TILE_TOKENS = 128
 program a multiprocessor with two buffers; smaller blocks divide it. One frame of the cache's default layout."""
 
 LOG2_E = 1.4426950408889634
-
-
-@triton.jit
-def tanh(x):
-    """Return tanh without cancellation near 0 and without overflow: sign(x) (1 - e) / (1 + e), e = exp(-2 |x|)."""
-    b_e = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    b_y = (1.0 - b_e) / (1.0 + b_e)
-    return tl.where(x < 0, -b_y, b_y)
-
-
-@triton.jit
-def softmax_step(b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP: tl.constexpr):
-    """Fold one block of keys into a running softmax in base 2 and return (b_max, b_total, b_acc).
-
-    `score_scale` is scale * log2(e); with a softcap it is scale / softcap and `cap_log2` is softcap * log2(e).
-    """
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * score_scale
-    if SOFTCAP:
-        b_s = tanh(b_s) * cap_log2
-    b_s = tl.where(m_seen, b_s, float("-inf"))
-    b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
-    b_decay = tl.exp2(b_max - b_max_new)
-    b_p = tl.exp2(b_s - b_max_new[:, None])
-    b_total = b_total * b_decay + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
-    return b_max_new, b_total, b_acc
-
-
-@triton.jit
-def finish_softmax(b_max, b_total, b_acc):
-    """Return (out, lse2) of a running softmax; a row that has seen no key gets 0 and -inf."""
-    b_safe = tl.where(b_total == 0.0, 1.0, b_total)
-    return b_acc / b_safe[:, None], tl.where(b_total == 0.0, float("-inf"), b_max + tl.log2(b_safe))
 
 
 @triton.jit
@@ -147,21 +115,16 @@ def decode_kernel(
             slot = tl.load(p_next)
             length = tl.load(p_next + 1)
             token = tl.load(p_next + 2)
-            # slots past the tile may hold NaN or lie past the pool
             m_n = o_n < left
             p_keys = p_k + o_slot * K_STRIDE + head * D
-            b_k = tl.load(
-                p_keys + o_n[:, None] * K_STRIDE + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0
-            )
+            b_k = load_some_rows(p_keys, o_n, m_n, o_d, K_STRIDE, D)
             p_values = p_v + o_slot * V_STRIDE + head * DV
-            b_v = tl.load(
-                p_values + o_n[:, None] * V_STRIDE + o_dv[None, :], mask=m_n[:, None] & (o_dv < DV)[None, :], other=0.0
-            )
+            b_v = load_some_rows(p_values, o_n, m_n, o_dv, V_STRIDE, DV)
             m_seen = o_n[None, :] < tl.minimum(left, b_limit - start + 1)[:, None]
             if WINDOW > 0:
                 m_seen &= o_n[None, :] > (b_limit - WINDOW - start)[:, None]
-            b_max, b_total, b_acc = softmax_step(
-                b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP
+            b_max, b_total, b_acc = fold_keys(
+                b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP, True
             )
         b_out, b_lse2 = finish_softmax(b_max, b_total, b_acc)
         o_row = partial.to(tl.int64) * ROWS + o_m

@@ -26,12 +26,11 @@ from distdec.ops.decode_triton import (
     DeviceLimits,
     check_pools,
     device_limits,
-    finish_softmax,
     largest_block,
-    tanh,
 )
 from distdec.ops.partial import Partial
 from distdec.ops.prefill import check_prefill
+from distdec.ops.softmax_triton import finish_softmax, fold_keys, load_some_rows
 from distdec.ops.tables import KVTables
 
 
@@ -94,49 +93,6 @@ def load_rows(p_rows, o_row, o_d, STRIDE: tl.constexpr, D: tl.constexpr, BLOCK_D
     if D == BLOCK_D:
         return tl.load(p_block)
     return tl.load(p_block, mask=(o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def fold_keys(
-    b_q,
-    b_k,
-    b_v,
-    m_seen,
-    b_max,
-    b_total,
-    b_acc,
-    score_scale,
-    cap_log2,
-    SOFTCAP: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Fold one block of keys into a running softmax in base 2 and return (b_max, b_total, b_acc).
-
-    `score_scale` is scale * log2(e), not negative; with a softcap it is scale / softcap and `cap_log2` is
-    softcap * log2(e). Where all keys are seen, scores are scaled on the way into exp2, one multiply-add for both.
-    """
-    b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
-    if SOFTCAP:
-        b_s = tanh(b_s * score_scale)
-        score_scale = cap_log2
-    if MASKED:
-        # scaled first: a scale of 0 would make NaN of -inf
-        b_s = tl.where(m_seen, b_s * score_scale, float("-inf"))
-        b_max_new = tl.maximum(b_max, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - b_max_new[:, None])
-    else:
-        b_max_new = tl.maximum(b_max, tl.max(b_s, 1) * score_scale)
-        b_p = tl.exp2(b_s * score_scale - b_max_new[:, None])
-    b_decay = tl.exp2(b_max - b_max_new)
-    b_total = b_total * b_decay + tl.sum(b_p, 1)
-    b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_decay[:, None], input_precision="ieee")
-    return b_max_new, b_total, b_acc
-
-
-@triton.jit
-def load_some_rows(p_rows, o_n, m_n, o_d, STRIDE: tl.constexpr, D: tl.constexpr):
-    """Return the rows where `m_n`, zeros elsewhere: slots past a tile may hold NaN or lie past the pool."""
-    return tl.load(p_rows + o_n[:, None] * STRIDE + o_d[None, :], mask=m_n[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
