@@ -229,6 +229,7 @@ def transformers(bench: Bench) -> None:
     # one name on all ranks, which only rank 0 can choose
     [number] = bench.mesh.agree([time.time_ns()])
     folder = Path(tempfile.gettempdir()) / f"distdec_bench_{number}"
+    saved = False
     try:
         for context in contexts:
             point = {**config, "context": context, "batch": 1}
@@ -236,8 +237,10 @@ def transformers(bench: Bench) -> None:
                 if not go:
                     continue
                 start_clean(bench)
-                if not folder.exists():
+                # not by looking for the folder: a rank that finds rank 0 halfway would miss the barrier
+                if not saved:
                     save_random(bench, folder, dtype)
+                    saved = True
                 fault, value = None, {}
                 try:
                     value = transformers_step(bench, folder, context, dtype)
