@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 # where the name to import is not the name of the distribution
-IMPORT_NAMES = {"hydra-core": "hydra"}
+IMPORT_NAMES = {"hydra-core": "hydra", "pytest-xdist": "xdist"}
 TEST_TOOLS = ("pytest", "hypothesis")
 OPERATORS = {
     ">=": operator.ge,

@@ -336,6 +336,12 @@ def test_version_ranges(version, version_range, fits):
     assert check_environment.in_range(version, version_range) is fits
 
 
+def test_an_environment_that_runs_the_tests_is_found_to_have_what_they_need():
+    wanted = check_environment.requirements(with_tests=True)
+    assert {"pytest", "pytest-xdist", "hypothesis"} <= {name for name, _ in wanted}
+    assert {name: fault for name, bounds in wanted if (fault := check_environment.problem(name, bounds))} == {}
+
+
 def test_the_changelog_and_the_package_state_the_version_of_pyproject():
     version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE).group(1)
     assert re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE).group(1) == version
