@@ -24,7 +24,9 @@ wires = pytest.mark.parametrize("wire", WIRES.values(), ids=WIRES)
 @pytest.mark.parametrize(("tokens", "heads", "columns"), [(3, 2, 16), (1, 1, 1), (5, 9, 63), (0, 4, 32)])
 def test_parts_lie_apart_and_inside_the_message(wire, tokens, heads, columns):
     packing = Packing(tokens, heads, 8, columns, wire)
-    messages = torch.zeros(3, packing.num_bytes, dtype=torch.uint8)
+    # behind other memory
+    memory = torch.zeros(4, packing.num_bytes, dtype=torch.uint8)
+    messages = memory[1:]
     parts = [part for part in packing.parts(messages) if part is not None]
     for number, part in enumerate(parts):
         assert part.data_ptr() % 64 == messages.data_ptr() % 64
@@ -32,6 +34,7 @@ def test_parts_lie_apart_and_inside_the_message(wire, tokens, heads, columns):
     for number, part in enumerate(parts):
         assert (part.float() == number + 1.0).all()
     assert packing.num_bytes % 64 == 0
+    assert not memory[0].any()
     assert parts[0].shape == (3, tokens, heads)
     assert parts[-1].shape == (3, tokens, columns)
 

@@ -54,14 +54,16 @@ class Packing(NamedTuple):
     def parts(self, messages: Tensor) -> Parts:
         """Return views into messages [N, num_bytes] uint8."""
         tokens, heads, columns, wire = self.num_tokens, self.num_heads, self.num_columns, self.wire
-        words, out_words = messages.view(torch.float32), messages.view(wire)
-        start, out_at = self.out_offset, self.out_offset // wire.itemsize
-
-        def rows(at: int) -> Tensor:
-            return words[:, at : at + tokens * heads].unflatten(1, (tokens, heads))
-
-        scales = rows(start // 8) if wire.itemsize == 1 else None
-        return Parts(rows(0), scales, out_words[:, out_at : out_at + tokens * columns].unflatten(1, (tokens, columns)))
+        number, start = messages.shape[0], self.out_offset
+        # one view each: an eager merge makes them in every call
+        words, elements = messages.view(torch.float32), messages.view(wire)
+        at, stride = words.storage_offset(), words.stride(0)
+        rows, dense = (number, tokens, heads), (stride, heads, 1)
+        lses = words.as_strided(rows, dense, at)
+        scales = words.as_strided(rows, dense, at + start // 8) if wire.itemsize == 1 else None
+        first = elements.storage_offset() + start // wire.itemsize
+        outs = elements.as_strided((number, tokens, columns), (elements.stride(0), columns, 1), first)
+        return Parts(lses, scales, outs)
 
 
 def _aligned(num_bytes: int) -> int:
