@@ -201,7 +201,8 @@ class StepPlan:
 
     def told(self, tokens: Sequence[int]) -> "StepPlan":
         """Return the plan with the tokens of its pending rows."""
-        rows = [row._replace(token_ids=(token,)) for row, token in zip(self.rows, tokens, strict=True)]
+        # new rows: `_replace` takes more than twice as long
+        rows = [Row(i, start, (token,), needs) for (i, start, _, needs), token in zip(self.rows, tokens, strict=True)]
         return replace(self, rows=tuple(rows))
 
     @cached_property
