@@ -27,9 +27,10 @@ from distdec.step_cost import StepCost, StepLoad
 
 MIN_SLICE = 16
 """Fewest tokens of a prompt worth a step of their own: below, its fixed costs dominate."""
+FIRST_SLICE = 128
+"""Tokens of a prompt beside decode rows while nothing is known of such steps."""
 MAX_DELAY = 8
 """Steps in a row that prompts may wait for the deadline of decode rows; then one gets `MIN_SLICE` tokens anyway."""
-
 MARGIN = 0.9
 """Share of the deadline that a step is planned for: predictions are off by some percent, more so at first."""
 
@@ -300,8 +301,11 @@ class Scheduler:
         if not decode or not deadline:
             return self.config.prefill_slice
         room = self.cost.room(load_of(decode + prefill), state.num_computed, deadline)
-        if room is None or room >= min(MIN_SLICE, state.num_outstanding):
-            return self.config.prefill_slice if room is None else room
+        room = FIRST_SLICE if room is None else room
+        if room >= min(MIN_SLICE, state.num_outstanding):
+            # captured steps are powers of two: up to twice of one takes as long
+            fine = not FIRST_SLICE <= room < self.config.prefill_slice
+            return room if fine else 1 << (room.bit_length() - 1)
         return 0 if prefill or self._delay < MAX_DELAY else MIN_SLICE
 
     def commit(

@@ -2,20 +2,22 @@
 
     time = a + b * decode rows + c * tokens they attend to + d * prefill tokens + e * prefill tokens * their position
 
-The five factors are kept by recursive least squares with forgetting, so they follow a machine that changes. A factor is
-never negative in a prediction: more work does not take less time, whatever noise says.
+The five factors are those that are off by the least share of the time, over the last steps without prompts and the last
+ones with. Shares, so that one step that took a second, because something was loaded, counts no more than any other. No
+factor is negative: more work does not take less time, whatever noise says.
 """
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
 
-FORGETTING = 0.98
-"""Weight of the past at each step: half of what is known comes from the last 34 steps."""
+WINDOW = 64
+"""Steps of each kind, with prompts and without, that are remembered."""
 LEAST_STEPS = 4
 """Steps to have seen before a prediction is worth anything."""
-PRIOR = 100.0
-"""Variance of the factors before anything is known, in scaled units: (ms / `_SCALE`) squared."""
+SWEEPS = 30
+"""Passes over the factors in each fit, which starts from the last one."""
 
 # so that all factors are of the order of a millisecond: rows, thousands of tokens, a slice, a slice at 64k
 _SCALE = np.array([1.0, 1.0 / 16, 1.0 / 65536, 1.0 / 512, 1.0 / (512 * 65536)])
@@ -43,41 +45,52 @@ class StepCost:
     def __init__(self) -> None:
         """Start without knowledge."""
         self.num_steps = 0
+        self._plain: deque[np.ndarray[Any, Any]] = deque(maxlen=WINDOW)
+        self._mixed: deque[np.ndarray[Any, Any]] = deque(maxlen=WINDOW)
         self._factors = np.zeros(5)
-        self._covariance = np.eye(5) * PRIOR
+        self._fitted = False
 
     def learn(self, load: StepLoad, elapsed_ms: float) -> None:
         """Take in one step's time."""
-        x = self._features(load)
-        gain = self._covariance @ x
-        gain /= FORGETTING + x @ gain
-        self._factors += gain * (elapsed_ms - x @ self._factors)
-        self._covariance = (self._covariance - np.outer(gain, x @ self._covariance)) / FORGETTING
-        # what the steps never show would otherwise grow without end
-        np.clip(self._covariance, -PRIOR, PRIOR, out=self._covariance)
+        steps = self._mixed if load.prefill_tokens else self._plain
+        steps.append(self._features(load) / max(elapsed_ms, 1e-3))
         self.num_steps += 1
+        self._fitted = False
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the milliseconds a step will take, or None while too few steps were seen."""
         if self.num_steps < LEAST_STEPS:
             return None
-        return float(self._features(load) @ np.maximum(self._factors, 0.0))
+        if not self._fitted:
+            self._fit()
+        return float(self._features(load) @ self._factors)
 
     def room(self, load: StepLoad, start: int, deadline_ms: float) -> int | None:
-        """Return the prefill tokens from position `start` on that fit beside `load`; None: no limit is known.
+        """Return the prefill tokens from position `start` on that fit beside `load`; None: nothing is known of them.
 
         Example: 20 ms for the decode rows, 0.1 ms a prefill token, a deadline of 50 ms: 300 tokens.
         """
         base = self.predict(load)
-        if base is None:
+        if base is None or not self._mixed:
             return None
         if base >= deadline_ms:
             return 0
-        per_token = self.predict(StepLoad(0, 0, 1, start)) or 0.0
-        per_token -= self.predict(StepLoad()) or 0.0
-        if per_token <= 0.0:
-            return None
-        return int((deadline_ms - base) / per_token)
+        per_token = self._features(StepLoad(0, 0, 1, start)) @ self._factors - self._factors[0]
+        return None if per_token <= 0.0 else int((deadline_ms - base) / per_token)
+
+    def _fit(self) -> None:
+        """Minimise the squares of (predicted / seen - 1) over factors that are not negative, one factor at a time."""
+        rows = np.array([*self._plain, *self._mixed])
+        gram, target = rows.T @ rows, rows.sum(0)
+        factors = self._factors.tolist()
+        lines, want = gram.tolist(), target.tolist()
+        for _ in range(SWEEPS):
+            for i, line in enumerate(lines):
+                if line[i] > 0.0:
+                    rest = sum([line[j] * factors[j] for j in range(5)]) - line[i] * factors[i]
+                    factors[i] = max(0.0, (want[i] - rest) / line[i])
+        self._factors = np.array(factors)
+        self._fitted = True
 
     @staticmethod
     def _features(load: StepLoad) -> np.ndarray[Any, np.dtype[np.float64]]:

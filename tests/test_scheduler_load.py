@@ -90,6 +90,30 @@ def test_slices_shrink_to_the_deadline_of_decode_rows(deadline, longest):
     assert max(gaps) >= 0.85 * (deadline or longest)
 
 
+@pytest.mark.parametrize("outlier_ms", [0.0, 500.0, 20_000.0])
+def test_one_slow_step_does_not_starve_the_prompts_behind_it(outlier_ms):
+    slow = [outlier_ms]
+
+    def time_of(plan):
+        decode_only = all(row.num_tokens == 1 for row in plan.rows)
+        # steps are padded to powers of two; the first one with a prompt loads something
+        tokens = 1 << (sum(row.num_tokens for row in plan.rows if row.num_tokens > 1) - 1).bit_length()
+        return 6.0 if decode_only else 8.0 + 0.03 * max(tokens, 128) + (slow.pop() if slow else 0.0)
+
+    machine = Machine(time_of, frames=(4000, 4000), max_rows=20, prefill_slice=2048, token_budget=2112, decode_deadline_ms=50)
+    for _ in range(16):
+        machine.add(4, new=600)
+    for _ in range(60):
+        machine.step()
+    late = machine.add([i % 1000 for i in range(20_000)], new=1)
+    steps = 0
+    while late not in machine.ended:
+        machine.step()
+        steps += 1
+    # 512 or 1024 tokens fit beside the rows at a time
+    assert steps < 60
+
+
 def test_prompts_wait_for_late_decode_rows_but_not_for_ever():
     machine = Machine(lambda plan: 30.0 + linear(plan), decode_deadline_ms=20)
     machine.add(4, new=400)
