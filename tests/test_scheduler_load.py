@@ -100,7 +100,9 @@ def test_one_slow_step_does_not_starve_the_prompts_behind_it(outlier_ms):
         tokens = 1 << (sum(row.num_tokens for row in plan.rows if row.num_tokens > 1) - 1).bit_length()
         return 6.0 if decode_only else 8.0 + 0.03 * max(tokens, 128) + (slow.pop() if slow else 0.0)
 
-    machine = Machine(time_of, frames=(4000, 4000), max_rows=20, prefill_slice=2048, token_budget=2112, decode_deadline_ms=50)
+    machine = Machine(
+        time_of, frames=(4000, 4000), max_rows=20, prefill_slice=2048, token_budget=2112, decode_deadline_ms=50
+    )
     for _ in range(16):
         machine.add(4, new=600)
     for _ in range(60):
