@@ -189,6 +189,19 @@ def _speed_up(context: int) -> Callable[[list[Record]], list[float]]:
     return _inverse(_values("bench_attention", "layer", "time_over_baseline", keep))
 
 
+def _engine(section: str, name: str, **config: Any) -> Callable[[list[Record]], list[float]]:
+    return _values("bench_engine", section, "time_over_baseline", _is(name, **config))
+
+
+def _itl_p99(records: list[Record]) -> list[float]:
+    return [r["value"]["itl_p99_ms"] for r in select(records, "bench_engine", "itl") if "value" in r]
+
+
+def _prefill_speed_up(records: list[Record]) -> list[float]:
+    found = {r["config"]["layout"]: r["median_us"] for r in select(records, "bench_engine", "prefill")}
+    return [found["single"] / found["kvp2"]] if {"single", "kvp2"} <= set(found) else []
+
+
 def _small(r: Record) -> bool:
     return r["config"]["payload_kb"] <= 64
 
@@ -285,6 +298,26 @@ GOALS = [
     Goal("2 GPUs over 1, 1 x 32K", 1.40, False, _speed_up(32768)),
     Goal("2 GPUs over 1, 1 x 128K", 1.80, False, _speed_up(131072)),
     Goal("2 GPUs over 1, 1 x 512K", 1.95, False, _speed_up(524288)),
+    *(
+        Goal(
+            f"time per output token / roofline, {layout}, {context} tokens",
+            limit,
+            True,
+            _engine("tpot", "decode step", layout=layout, context=context),
+        )
+        for layout, context, limit in (
+            ("single", 8192, 1.55),
+            ("single", 131072, 1.28),
+            ("single", 524288, 1.12),
+            ("kvp2", 1048576, 1.15),
+        )
+    ),
+    Goal("transformers static cache / engine", 2.0, False, _engine("generate", "transformers static")),
+    Goal("transformers dynamic cache / engine", 10.0, False, _engine("generate", "transformers dynamic")),
+    Goal("host, decode step of 64 rows, us", 1000.0, True, _values("bench_engine", "host", "median_us", _is("step"))),
+    Goal("between tokens beside a 128K prompt, p99, ms", 50.0, True, _itl_p99),
+    Goal("prompt of 128K, 2 GPUs over 1", 1.6, False, _prefill_speed_up),
+    Goal("prefix hit of 90%, time to first token", 0.2, True, _engine("prefix", "second prompt")),
 ]
 
 
