@@ -1,6 +1,6 @@
 """The attention layer (store, decode, merge) on one GPU and on several, through the real allocator's tables.
 
-    torchrun --nproc-per-node 2 scripts/bench_attention.py --out out/attention.jsonl --seconds 240
+    torchrun --standalone --nproc-per-node 2 scripts/bench_attention.py --out out/attention.jsonl --seconds 240
     python3 scripts/bench_attention.py --sections layer,graphs
 
 Every rank runs the one-GPU layer over whole sequences too, so that the speed-up is taken in one process and run.

@@ -1,13 +1,14 @@
 """Whole steps of the engine: decode against its roofline, prompts, long prompts beside decode rows, prefix hits.
 
     python3 scripts/bench_engine.py --sections tpot,host,prefill,prefix,generate,batch64 --out out/engine.jsonl
-    torchrun --nproc-per-node 2 scripts/bench_engine.py --sections tpot,itl,prefill --out out/engine2.jsonl
-    torchrun --nproc-per-node 4 scripts/bench_engine.py --sections tpot --layouts kvp4,kvp2tp2 --contexts 1048576
+    torchrun --standalone --nproc-per-node 2 scripts/bench_engine.py --sections tpot,itl,prefill --out out/engine2.jsonl
+    torchrun --standalone --nproc-per-node 4 scripts/bench_engine.py --sections tpot --layouts kvp4 --contexts 1048576
 
-Sections: tpot (one row: time per output token over the time its bytes take at the read ceiling of this run), host (what
-the host does in a step), prefill (one long prompt), prefix (a prompt that shares most of an earlier one), itl (decode
-rows while a long prompt is prefilled), generate (transformers' own generate, same weights; bench_generate.py), batch64
-(throughput, with split-KV and without); not by default: sweep (slice and prompts under way, against TTFT and ITL).
+Sections: tpot (`--rows` decode rows at each context: time per output token over the time its bytes take at the read
+ceiling of this run), host (what the host does in a step), prefill (one long prompt), prefix (a prompt that shares most
+of an earlier one), itl (decode rows while a long prompt is prefilled), generate (transformers' own generate, same
+weights; bench_generate.py), batch64 (throughput, with split-KV and without); not by default: sweep (slice and prompts
+under way, against TTFT and ITL).
 
 Weights are random. Where a record's `fill` is random, decode rows start on random keys and values instead of a prefill.
 All sections of a layout share one model, one cache and its captured steps. Times are the host's, from the end of a step
@@ -45,13 +46,13 @@ from distdec.engine import StepResult
 
 
 def tpot(session: Session) -> None:
-    """One row at each context, over the roofline of its bytes."""
+    """Decode rows at each context, over the roofline of their bytes."""
     args = session.args
     for context in args.contexts:
-        config = session.describe(context=context, batch=1, fill="random")
+        config = session.describe(context=context, batch=args.rows, fill="random")
         with session.bench.point("tpot", config, "decode step") as go:
             if go:
-                times, kv_bytes = decode_rows(session, [context], args.steps)
+                times, kv_bytes = decode_rows(session, [context] * args.rows, args.steps)
                 weights, (ceiling_us, ceiling_bytes) = session.weight_bytes(), session.read_ceiling()
                 rate = ceiling_bytes / ceiling_us / 1e6
                 [floor_ms] = session.bench.maximum([1e-9 * (weights + kv_bytes) / rate])
@@ -139,7 +140,7 @@ def needs(section: str, args: argparse.Namespace, layout: Layout) -> Need:
     beside_rows = cache(args.itl_rows, args.row_context + itl_tokens(args))
     budget = args.prefill_slice
     return {
-        "tpot": Need(1, cache(1, max(args.contexts)), 64),
+        "tpot": Need(args.rows, cache(args.rows, max(args.contexts)), max(64, args.rows)),
         "host": Need(args.host_rows, cache(args.host_rows, args.row_context), args.host_rows),
         "prefill": Need(1, cache(1, args.prompt_len), budget),
         "prefix": Need(1, cache(2, args.prefix_len), budget),
@@ -194,6 +195,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--steps", type=int, default=64, help="decode steps that count")
     add("--contexts", type=numbers, default=None, help="tpot; default 8K, 128K and 512K, on several ranks 1M")
+    add("--rows", type=int, default=1, help="tpot")
     add("--prompt-len", type=int, default=131072, help="prefill, itl: tokens of the long prompt")
     add("--prefix-len", type=int, default=32768)
     add("--shared", type=float, default=0.9, help="prefix: share of the second prompt that is the first's")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from bench_session import Session, Step, drive, gaps, greedy, timing_fields
-from bench_weights import MODELS, model_config, random_weight
+from bench_weights import model_config, random_weight
 
 SKIP = 4
 """First times between tokens that do not count."""
@@ -53,7 +53,7 @@ def generate(session: Session) -> None:
     if session.mesh.world_size > 1:
         bench.recorder.write("generate", "engine", config, "unavailable", reason="transformers is compared on one rank")
         return
-    ids = random.Random(7).choices(range(MODELS[session.model_name]["vocab_size"]), k=args.generate_len)
+    ids = random.Random(7).choices(range(session.shape["vocab_size"]), k=args.generate_len)
     tokens: dict[str, list[int]] = {}
     ours: list[float] = []
     with bench.point("generate", config, "engine") as go:
@@ -80,7 +80,7 @@ def generate(session: Session) -> None:
                     "time_over_baseline": round(float(np.median(times) / np.median(ours)), 4),
                 }
                 fields["equal_tokens"] = equal_start(tokens["engine"], tokens[name])
-            bench.recorder.write("generate", name, config, model_shape=MODELS[session.model_name], **fields)
+            bench.recorder.write("generate", name, config, model_shape=session.shape, **fields)
 
 
 def of_engine(session: Session, ids: list[int]) -> tuple[list[float], list[int]]:
@@ -102,7 +102,7 @@ def plain_model(session: Session) -> Any:
 
     device, dtype = session.mesh.device, session.dtype
     with init_empty_weights():
-        config = model_config(session.model_name)
+        config = model_config(session.args.model, session.args.smoke)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
     for name, param in list(model.named_parameters()):
         weight = random_weight(name, param.shape, dtype, device)

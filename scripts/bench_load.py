@@ -1,6 +1,6 @@
 """The engine under load: time to first token, between tokens, throughput, host time of a step, use of the KV cache.
 
-    torchrun --nproc-per-node 2 scripts/bench_load.py --model llama-3-8b --sections poisson --rate 4 --out out/e.jsonl
+    torchrun --standalone --nproc-per-node 2 scripts/bench_load.py --sections poisson --rate 4 --out out/e.jsonl
 
 Sections are workloads (bench_workloads.py). Names of figures are those of vLLM's serving benchmark. Weights and tokens
 are random, so a request always runs to its length. Arrivals are in real time, decided by rank 0. Single figures of the
@@ -20,7 +20,7 @@ from bench_host import HostClock
 from bench_model import layouts
 from bench_run import Bench, open_mesh, parse, run_sections
 from bench_session import greedy
-from bench_weights import MODELS, build
+from bench_weights import MODELS, build, sizes
 from bench_workloads import WORKLOADS, Arrival
 
 from distdec.capacity import tokens_needed
@@ -116,9 +116,9 @@ def spread(name: str, values: list[float]) -> dict[str, float]:
 def measure(bench: Bench, section: str) -> None:
     """Run one workload in each layout and record it."""
     args = bench.args
-    name = "tiny" if bench.smoke else args.model
+    name = args.model
     dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
-    arrivals = WORKLOADS[section](args, MODELS[name]["vocab_size"])
+    arrivals = WORKLOADS[section](args, sizes(name, bench.smoke)["vocab_size"])
     for layout, kvp, tp in layouts(bench, args.layouts):
         config = {"model": name, "layout": layout, "kvp": kvp, "tp": tp, "dtype": str(dtype).removeprefix("torch.")}
         keys = ("prefill_slice", "token_budget", "max_rows", "max_pending", "deadline", "graphs")
@@ -159,7 +159,7 @@ def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dt
         backend=BackendConfig(name=args.backend, graphs=args.graphs),
     )
     size = args.kv_tokens or tokens_needed(requests, args.max_rows, config.cache.min_chunk) + config.cache.min_chunk
-    model = build(name, mesh, dtype)
+    model = build(name, mesh, dtype, smoke=args.smoke)
     return Engine(Runner.build(model, mesh, config, size), config.scheduler, eos_ids=())
 
 

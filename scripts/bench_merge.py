@@ -1,6 +1,6 @@
 """Merges of partial attention across ranks, with the join of the local splits included, beside other people's.
 
-    torchrun --nproc-per-node 2 scripts/bench_merge.py --out out/merge.jsonl --seconds 200
+    torchrun --standalone --nproc-per-node 2 scripts/bench_merge.py --out out/merge.jsonl --seconds 200
 
 Every variant starts from the splits that decode leaves in its workspace (two to sixteen a unit) and ends with merged
 rows: on every rank (replicated), or a share of the columns on each (scattered). `payload_kb` is one rank's output rows

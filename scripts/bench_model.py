@@ -1,7 +1,7 @@
 """A whole model's decode step in every layout of the ranks: time, memory, and what of it is weights and KV cache.
 
-    torchrun --nproc-per-node 2 scripts/bench_model.py --model llama-3-8b --contexts 8192,131072 --out out/model.jsonl
-    torchrun --nproc-per-node 2 scripts/bench_model.py --model one-kv-head --sections decode,transformers --layouts kvp2
+    torchrun --standalone --nproc-per-node 2 scripts/bench_model.py --contexts 8192,131072 --out out/model.jsonl
+    torchrun --standalone --nproc-per-node 2 scripts/bench_model.py --model one-kv-head --sections decode,transformers
     python3 scripts/bench_model.py --model llama-3-8b --contexts 8192 --layouts single
 
 Weights are random, drawn on each rank for its own part, and the cache is filled with random keys and values instead of

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from bench_session import WARM_UP, Session, Step, drive, gaps, greedy, timing_fields
-from bench_weights import MODELS
 
 from distdec.engine import StepResult
 
@@ -26,7 +25,7 @@ def prefill(session: Session) -> None:
             return
         warm_up(session, args.prefill_slice)
         [first_ms], steps = prompts(session, [prompt(session, length, 1)], prefill_slice=args.prefill_slice)
-        flops = prefill_flops(session.model_name, length)
+        flops = prefill_flops(session.shape, length)
         value = {"tokens_per_s": round(1e3 * length / first_ms, 1), "steps": len(steps)}
         value |= {"tflops_of_all": round(flops / first_ms / 1e9, 1)}
         value |= {"tflops_per_gpu": round(flops / first_ms / 1e9 / session.mesh.world_size, 1)}
@@ -176,15 +175,14 @@ def warm_up(session: Session, size: int) -> None:
 
 def prompt(session: Session, length: int, seed: int) -> list[int]:
     """Return random tokens."""
-    return random.Random(seed).choices(range(MODELS[session.model_name]["vocab_size"]), k=length)
+    return random.Random(seed).choices(range(session.shape["vocab_size"]), k=length)
 
 
-def prefill_flops(name: str, length: int) -> float:
+def prefill_flops(shape: dict[str, Any], length: int) -> float:
     """Return the operations of a prompt: products with the layers' weights, scores and values of causal attention.
 
     The head runs for one token. Example: Llama-3-8B at 128K, 6.979e9 weights in its layers: 1.83e15 + 4.50e15.
     """
-    shape = MODELS[name]
     hidden, layers, heads = shape["hidden_size"], shape["num_hidden_layers"], shape["num_attention_heads"]
     dim = shape.get("head_dim", hidden // heads)
     attention = 2 * hidden * dim * (heads + shape["num_key_value_heads"])

@@ -15,9 +15,10 @@ import torch
 from bench_model import layouts
 from bench_run import CEILING, Bench, open_mesh
 from bench_timing import Timing, kernel_names, summarize, time_calls
-from bench_weights import MODELS, build
+from bench_weights import HEADS, MODELS, build, sizes
 
 from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
+from distdec.degrees import validate_layout
 from distdec.engine import Engine, StepResult
 from distdec.mesh import Mesh
 from distdec.request import SamplingParams, StepPlan
@@ -60,7 +61,7 @@ class Session:
 
     def __init__(self, bench: Bench, layout: Layout, need: Need, args: argparse.Namespace) -> None:
         self.bench, self.layout, self.need, self.args = bench, layout, need, args
-        self.model_name = "tiny" if args.smoke else args.model
+        self.shape = sizes(args.model, args.smoke)
         self.dtype = torch.bfloat16 if bench.device.type == "cuda" else torch.float32
         self.kernels: list[str] = []
         self._mesh: Mesh | None = None
@@ -79,7 +80,7 @@ class Session:
     @property
     def model(self) -> torch.nn.Module:
         if self._model is None:
-            self._model = build(self.model_name, self.mesh, self.dtype)
+            self._model = build(self.args.model, self.mesh, self.dtype, smoke=self.args.smoke)
         return self._model
 
     @property
@@ -145,14 +146,14 @@ class Session:
 
     def describe(self, **more: Any) -> dict[str, Any]:
         """Return the config of a record."""
-        layout = {"model": self.model_name, "layout": self.layout.name, "kvp": self.layout.kvp, "tp": self.layout.tp}
+        layout = {"model": self.args.model, "layout": self.layout.name, "kvp": self.layout.kvp, "tp": self.layout.tp}
         how = {"graphs": self.args.graphs, "compile": self.config.backend.compile, "option": self.args.option}
         return {**layout, "dtype": str(self.dtype).removeprefix("torch."), **how, **more}
 
     def fields(self) -> dict[str, Any]:
         """Return what a record holds beside its times."""
         merge = self.runner.attention.merge.mode
-        return {"kernels": self.kernels, "merge": merge, "model_shape": MODELS[self.model_name]}
+        return {"kernels": self.kernels, "merge": merge, "model_shape": self.shape}
 
     def record(self, section: str, name: str, config: dict[str, Any], **fields: Any) -> None:
         """Write one measured record."""
@@ -333,6 +334,12 @@ def _run(bench: Bench, layout: Layout, sections: dict[str, Callable[[Session], N
     for name in args.sections:
         need |= needs(name, args, layout)
     session = Session(bench, layout, need, args)
+    try:
+        validate_layout(bench.mesh.world_size, layout.kvp, layout.tp, *(session.shape[key] for key in HEADS))
+    except ValueError as refusal:
+        for name in args.sections:
+            bench.recorder.write(name, layout.name, session.describe(), "unavailable", reason=str(refusal))
+        return
     try:
         for name in args.sections:
             if bench.mesh.rank == 0:

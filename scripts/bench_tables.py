@@ -97,7 +97,7 @@ class Section(NamedTuple):
 
 
 POINT = ("batch", "context", "prompt", "prefill_slice", "max_pending_prefills", "decode_deadline_ms", "shared")
-TPOT = ["model", "layout", "context", "compile"]
+TPOT = ["model", "layout", "batch", "context", "compile"]
 
 SECTIONS = [
     Section("Decode, uniform batches, us", "bench_compare", "grid", ["num_q_heads", "batch", "context", "kv_mb"]),

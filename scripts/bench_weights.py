@@ -12,7 +12,7 @@ import torch
 from distdec.hf.parallel import parallelise
 from distdec.mesh import Mesh
 
-LLAMA = {"rms_norm_eps": 1e-5, "max_position_embeddings": 1 << 21, "vocab_size": 128256, "tie_word_embeddings": False}
+LLAMA = {"rms_norm_eps": 1e-5, "max_position_embeddings": 1 << 22, "vocab_size": 128256, "tie_word_embeddings": False}
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
         **LLAMA,
@@ -20,6 +20,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 14336,
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "llama-3-70b": {
+        **LLAMA,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
         "num_key_value_heads": 8,
     },
     # the attention of Qwen3-235B (64 query and 4 KV heads of 128) under a narrow MLP, so that it fits one GPU

@@ -1,7 +1,7 @@
 """Check the merges on real GPUs: all modes; one_shot in all forms, in graphs, with late and lost ranks, and its time.
 
-    torchrun --nproc-per-node 2 scripts/check_one_shot.py
-    torchrun --nproc-per-node 2 scripts/check_one_shot.py --only lost,times
+    torchrun --standalone --nproc-per-node 2 scripts/check_one_shot.py
+    torchrun --standalone --nproc-per-node 2 scripts/check_one_shot.py --only lost,times
 
 Every rank makes all ranks' inputs from the same seeds, so it knows the truth without asking; what must be bit-identical
 across ranks is compared by hash. Prints one line a check on rank 0 and exits with 1 if any failed on any rank.

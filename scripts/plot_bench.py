@@ -50,7 +50,7 @@ def draw_all(records: list[Record], folder: Path) -> list[str]:
         ("nosplit", "One program per row and KV head", "batch", "share of ceiling", nosplit_series),
         ("merges", "Merge of two ranks or more, in a graph", "payload KB", "us", merge_series),
         ("speed_up", "Attention layer over one GPU, batch 1", "context", "speed-up", speed_up_series),
-        ("tpot", "Time per output token, one row, over its roofline", "context", "ratio", tpot_series),
+        ("tpot", "Time per output token over its roofline", "context", "ratio", tpot_series),
         ("step_of_slices", "Decode rows beside prompts", "tokens a slice", "ms", between_series),
         ("first_token", "Prompts beside decode rows: time to first token", "tokens a slice", "ms", first_token_series),
     ]
@@ -154,7 +154,7 @@ def tpot_series(records: list[Record]) -> Series:
     found = select(records, "bench_engine", "tpot")
     return collect(
         found,
-        lambda r: f"{r['config']['model']}, {r['config']['layout']}",
+        lambda r: f"{r['config']['model']}, {r['config']['layout']}, batch {r['config']['batch']}",
         "context",
         lambda r: r["time_over_baseline"],
     )

@@ -1,7 +1,7 @@
 """Profile some steps of the engine: a trace with named ranges for Perfetto, and a table of the top kernels.
 
     python3 scripts/profile_step.py --context 131072 --trace out/step.json
-    torchrun --nproc-per-node 2 scripts/profile_step.py --sections decode,prefill --rows 16 --trace out/step.json
+    torchrun --standalone --nproc-per-node 2 scripts/profile_step.py --sections decode,prefill --rows 16
 
 Sections: decode (rows of --context tokens), prefill (the last slices of one prompt of --context tokens); both eager and
 as captured steps, where slices are short enough to be captured. The trace of rank 0 is written as

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
+# keys and values of 2 layers, 8 heads of 16, float32
+TOKEN_BYTES = 2 * 2 * 8 * 16 * 4
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +49,10 @@ def test_every_section_runs_on_one_rank(tmp_path):
     assert {record["section"] for record in records} == set(sections.split(","))
 
     short, long = [record for record in records if record["section"] == "tpot"]
-    # keys and values of 2 layers, 2 heads of 8, float32; of 4 steps the last holds 40 tokens, the mean is 38.5, and one
-    # more where the next step is under way
-    token = 2 * 2 * 2 * 8 * 4
-    assert 38.5 * token <= short["kv_bytes"] + 1 <= 39.5 * token + 1
-    assert long["kv_bytes"] - short["kv_bytes"] == 50 * token
-    layer = 64 * 8 * (8 + 2) * 2 + 3 * 64 * 96 + 2 * 64
+    # of 4 steps the last holds 40 tokens, the mean is 38.5, and one more where the next step is under way
+    assert 38.5 * TOKEN_BYTES <= short["kv_bytes"] + 1 <= 39.5 * TOKEN_BYTES + 1
+    assert long["kv_bytes"] - short["kv_bytes"] == 50 * TOKEN_BYTES
+    layer = 64 * 16 * (32 + 8) * 2 + 3 * 64 * 96 + 2 * 64
     assert short["weight_bytes"] == 4 * (2 * layer + 64 + 97 * 64)
     for record in (short, long):
         floor = (record["weight_bytes"] + record["kv_bytes"]) / record["ceiling_tb_s"] * 1e-9
@@ -88,13 +88,29 @@ def test_every_section_runs_on_one_rank(tmp_path):
 @pytest.mark.dist
 def test_layouts_share_the_ranks(tmp_path, ranks):
     out = tmp_path / "records.jsonl"
-    arguments = ["--out", str(out), "--sections", "tpot,itl", "--deadline", "0", "--layouts", "kvp2,tp2"]
+    arguments = ["--out", str(out), "--sections", "tpot,itl", "--rows", "2", "--deadline", "0"]
+    arguments += ["--layouts", "kvp2,tp2"]
     assert ranks(2).run(run_on_rank, arguments, timeout_s=120) == [0, 0]
     records = [record for record in read(out) if record["status"] == "ok"]
     assert {record["config"]["layout"] for record in records} == {"kvp2", "tp2"}
     assert {record["section"] for record in records} == {"tpot", "itl"}
     sharded, heads = [r for r in records if r["section"] == "tpot" and r["config"]["context"] == 90]
+    assert sharded["config"]["batch"] == heads["config"]["batch"] == 2
+    # keys and values of both rows, each of 90 tokens at the end: half of the tokens here, half of the heads there
+    assert heads["kv_bytes"] > 2 * 87 * TOKEN_BYTES / 2
     assert sharded["weight_bytes"] > heads["weight_bytes"], "the projections of q, k and v are not split along kvp"
+
+
+@pytest.mark.dist
+def test_a_layout_that_the_heads_do_not_allow_is_recorded_with_its_reason(tmp_path, ranks):
+    out = tmp_path / "records.jsonl"
+    arguments = ["--out", str(out), "--sections", "tpot,host", "--model", "one-kv-head", "--layouts", "tp2"]
+    assert ranks(2).run(run_on_rank, arguments, timeout_s=120) == [0, 0]
+    records = read(out)
+    assert [(record["section"], record["status"]) for record in records] == [
+        (n, "unavailable") for n in ("tpot", "host")
+    ]
+    assert all("tp = 2 does not divide the 1 KV heads" in record["reason"] for record in records)
 
 
 def test_one_program_a_row_and_head_gives_the_same_tokens(monkeypatch):
@@ -102,7 +118,9 @@ def test_one_program_a_row_and_head_gives_the_same_tokens(monkeypatch):
     from bench_run import Bench, open_mesh, parse
     from bench_session import Layout, Need, Session, drive, unsplit
 
-    args = parse("", ["tpot"], ["--smoke", "--device", "cpu", "--backend", "triton"], bench_engine.arguments)
+    args = parse(
+        "", ["tpot"], ["--smoke", "--model", "tiny", "--device", "cpu", "--backend", "triton"], bench_engine.arguments
+    )
     # the names of kernels, which the interpreter takes a minute for
     monkeypatch.setattr(Session, "_request", lambda session: None)
     session = Session(Bench("bench_engine", args, open_mesh(args)), Layout("single", 1, 1), Need(2, 2048, 16), args)
@@ -161,10 +179,11 @@ def test_options_change_the_config_in_their_own_type():
 
 def test_the_operations_of_a_prompt_are_those_of_its_products():
     from bench_prompts import prefill_flops
+    from bench_weights import MODELS
 
     # 2 layers: q, o 64 x 64, k, v 64 x 16, three of 64 x 96; 8 heads of 8 over 1 + 2 + 3 keys, 4 operations each
     weights = 2 * (2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 96)
-    assert prefill_flops("tiny", 3) == 2 * weights * 3 + 2 * 64 * 97 + 4 * 2 * 8 * 8 * (1 + 2 + 3)
+    assert prefill_flops(MODELS["tiny"], 3) == 2 * weights * 3 + 2 * 64 * 97 + 4 * 2 * 8 * 8 * (1 + 2 + 3)
 
 
 def test_a_run_over_its_time_is_stopped():
@@ -187,8 +206,12 @@ def test_the_report_holds_the_figures_of_the_engine(tmp_path):
     import plot_bench
 
     records = [
-        engine_record("tpot", "decode step", {"context": 8192}, median_us=4000.0, time_over_baseline=1.16),
-        engine_record("tpot", "decode step", {"context": 131072}, median_us=7400.0, time_over_baseline=1.05),
+        engine_record(
+            "tpot", "decode step", {"batch": batch, "context": context}, median_us=us, time_over_baseline=ratio
+        )
+        for batch, context, us, ratio in ((1, 8192, 4e3, 1.16), (1, 131072, 7.4e3, 1.05), (32, 8192, 9e3, 1.3))
+    ]
+    records += [
         engine_record("host", "step", {"batch": 64}, median_us=900.0, value={"phases_us": {"commit": 55.5}}),
     ]
     for size, pending, first in ((512, 1, 300.0), (512, 4, 400.0), (2048, 1, 100.0)):
@@ -199,10 +222,14 @@ def test_the_report_holds_the_figures_of_the_engine(tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert plot_bench.main([str(path), "--into", str(tmp_path / "report")]) == 0
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "| llama-3-8b | single | 8192 | - | 1.16 |" in text
+    assert "| llama-3-8b | single | 1 | 8192 | - | 1.16 |" in text
+    assert "| llama-3-8b | single | 32 | 8192 | - | 1.3 |" in text
     assert "| host | step | single | batch 64 | commit | 55.5 |" in text
     assert "| sweep | decode rows | single | prefill_slice 512, max_pending_prefills 4 | ttft_p50_ms | 400.0 |" in text
-    assert plot_bench.tpot_series(records) == {"llama-3-8b, single": [(8192.0, 1.16), (131072.0, 1.05)]}
+    assert plot_bench.tpot_series(records) == {
+        "llama-3-8b, single, batch 1": [(8192.0, 1.16), (131072.0, 1.05)],
+        "llama-3-8b, single, batch 32": [(8192.0, 1.3)],
+    }
     lines = plot_bench.first_token_series(records)
     assert lines == {
         "ttft_p50_ms, 1 prompts under way": [(512.0, 300.0), (2048.0, 100.0)],
