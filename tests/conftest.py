@@ -23,6 +23,14 @@ def rank_pool():
     pool.close()
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A tiny random model and its tokenizer, to be left as it is; a module may have a `folder` of its own."""
+    from launch.assets import tiny_model_folder
+
+    return str(tiny_model_folder(tmp_path_factory.mktemp("model")))
+
+
 @pytest.fixture
 def ranks(rank_pool):
     """`ranks(n).run(body, *args)` runs a module-level body on n gloo ranks and returns one result per rank."""

@@ -11,7 +11,6 @@ from distdec.engine import Engine
 from distdec.mesh import Mesh
 from distdec.request import FinishReason, SamplingParams
 from distdec.runner import Runner
-from launch.assets import tiny_model_folder
 from launch.parity import load_reference, reference_tokens
 
 pytestmark = pytest.mark.dist
@@ -28,11 +27,6 @@ def tokens_of(seed, length):
 
 def greedy(new):
     return SamplingParams(max_new_tokens=new, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tiny_model_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

@@ -31,11 +31,6 @@ def make_prompts():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tiny_model_folder(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def expected(folder):
     model = load_reference(folder, "float32", "cpu")
     return [reference_tokens(model, prompt, NEW) for prompt in make_prompts()]

@@ -11,7 +11,6 @@ from distdec.mesh import Mesh
 from distdec.request import PENDING, FinishReason, PlanKind, Request, SamplingParams
 from distdec.runner import Runner
 from distdec.scheduler import Scheduler
-from launch.assets import tiny_model_folder
 from launch.parity import load_reference, reference_tokens
 
 pytestmark = pytest.mark.dist
@@ -28,11 +27,6 @@ NEW = 30
 def prompts():
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tiny_model_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")

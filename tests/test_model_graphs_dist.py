@@ -12,7 +12,6 @@ from distdec.mesh import Mesh
 from distdec.request import Row, SamplingParams, StepPlan
 from distdec.row_tables import Padding
 from distdec.runner import Runner
-from launch.assets import tiny_model_folder
 from launch.parity import load_reference, reference_tokens
 
 pytestmark = pytest.mark.dist
@@ -30,11 +29,6 @@ NEW = 24
 def prompts():
     generator = torch.Generator().manual_seed(7)
     return [torch.randint(0, 256, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tiny_model_folder(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="module")
