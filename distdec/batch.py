@@ -68,11 +68,13 @@ class StepBatch:
         """Return the tables of one section for layers with this sliding window (0 = none).
 
         Raises:
-            ValueError: the window was not announced when the buffers were made.
+            ValueError: the window was not among `windows` when the buffers were made.
         """
         tables = self.decode_tables if section == "decode" else self.prefill_tables
         if window not in tables:
-            raise ValueError(f"window {window} was not announced to StepBuffers; announced: {sorted(tables)}")
+            raise ValueError(
+                f"window {window} is not among the windows that the cache was made for; legal: {sorted(tables)}"
+            )
         return tables[window]
 
 
@@ -126,12 +128,6 @@ class StepBuffers:
     def reserve(self, *, tokens: int, rows: int, views: int) -> None:
         """Make the buffers large enough now, so that steps up to these sizes find their tensors where they are."""
         self._grow(tokens, rows, views)
-
-    def announce_window(self, window: int) -> None:
-        """Add a sliding window that later steps will be asked for. Takes effect at the next `fill`."""
-        if _checked_window(window) not in self.windows:
-            self.windows = tuple(sorted({*self.windows, window}))
-            self._grow(*self._capacity, force=True)
 
     def fill(
         self,

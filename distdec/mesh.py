@@ -22,8 +22,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distdec.degrees import across_hosts, check_degrees
-from distdec.degrees import legal_layouts as legal_layouts
-from distdec.degrees import validate_layout as validate_layout
 
 # integers of a plan that travel in the first broadcast, behind the header; longer plans take a second one
 _FIRST_WORDS = 509

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdec.degrees import across_hosts
-from distdec.mesh import MAX_AGREED, Mesh, legal_layouts, validate_layout
+from distdec.degrees import across_hosts, legal_layouts, validate_layout
+from distdec.mesh import MAX_AGREED, Mesh
 
 small = st.integers(min_value=1, max_value=16)
 

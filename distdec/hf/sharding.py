@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from distdec.degrees import validate_layout
 from distdec.merge import Merge, make_merge
-from distdec.mesh import Mesh, validate_layout
+from distdec.mesh import Mesh
 
 _MARK = "_distdec_sharding"
 
