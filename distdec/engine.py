@@ -2,7 +2,8 @@
 
 Every rank runs the same loop. Rank 0 alone decides, samples and holds texts; a step's decisions reach the other ranks
 as one list of integers, the plan, and the token chosen in one step is part of the next plan. So all ranks go on with
-the same token by construction, and nothing but integers is ever sent.
+the same token by construction, and nothing but integers is ever sent. Greedy steps that are launched ahead are the
+exception: there every rank takes the token from its own logits, which have the same bits everywhere.
 
     engine = Engine(Runner.load(folder, mesh, config), config.scheduler, tokenizer=tokenizer)
     done = engine.generate([(prompt_ids, SamplingParams(max_new_tokens=32))])      # on every rank

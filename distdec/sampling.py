@@ -1,4 +1,7 @@
-"""Choose the next tokens from logits. Runs on rank 0 alone; the others read the tokens in the next plan.
+"""Choose the next tokens from logits.
+
+`sample` runs on rank 0 alone; the others read the tokens in the next plan. `greedy` runs on every rank where the next
+step is launched before its tokens are read: the same logits give the same tokens.
 
 A draw is a function of (seed, index of the token in its output) and the logits, nothing else: no generator state, so
 batch mates, ranks, steps and restarts cannot change it.
