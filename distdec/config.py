@@ -109,7 +109,8 @@ class ParallelConfig:
             wanted = kvp * self.tp
             raise ValueError(
                 f"parallel.kvp={kvp} x parallel.tp={self.tp} = {wanted} ranks, but {world_size} were started: "
-                f"start {wanted} (torchrun --nproc-per-node {wanted}) or set kvp x tp = {world_size}: {fault}"
+                f"start {wanted} (torchrun --standalone --nproc-per-node {wanted}) or set kvp x tp = {world_size}: "
+                f"{fault}"
             ) from None
         return kvp, self.tp
 
