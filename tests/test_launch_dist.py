@@ -1,0 +1,137 @@
+"""The launch programs as processes of their own, alone and under torchrun: who speaks, who ends, what is kept."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import boot
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_alone(*arguments, rank=None):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if rank is not None:
+        environment |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+    command = [sys.executable, str(ROOT / "launch" / "generate.py"), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_help_and_errors_come_from_rank_0_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = run_alone("--help")
+    assert shown.returncode == 0
+    assert "scheduler.prefill_slice=512" in shown.stdout
+    assert run_alone("--help", rank=1).stdout == ""
+    failed = run_alone("cache.foo=1")
+    assert failed.returncode == 1
+    assert failed.stderr.count("error: ") == 1
+    assert "Traceback" not in failed.stderr
+    started = time.monotonic()
+    later = run_alone("cache.foo=1", rank=1)
+    assert later.returncode == 1
+    assert time.monotonic() - started > boot.QUIET_S, "rank 1 must leave the first word to rank 0"
+    assert later.stderr.startswith("rank 1: error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def torchrun(script, *arguments, num_ranks=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, str(script), *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.dist
+def test_a_sweep_runs_every_job_in_one_process_group(folder, tmp_path):
+    prompts = tmp_path / "in.jsonl"
+    prompts.write_text('{"prompt": "first"}\n{"prompt": \n{"prompt": "the third", "max_new_tokens": 3}\n')
+    process = torchrun(
+        ROOT / "launch" / "generate.py",
+        "-m",
+        "parallel.merge=all_reduce,reduce_scatter",
+        f"model.path={folder}",
+        f"prompts={prompts}",
+        f"output={tmp_path}/out.jsonl",
+        "max_new_tokens=5",
+        "ignore_eos=true",
+        "on_error=skip",
+        "parity=true",
+        f"hydra.sweep.dir={tmp_path}/sweep",
+    )
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    assert out.count("parity: all 8 tokens equal those of single-process transformers (eager, float32)") == 2
+    assert out.count("merge all_reduce,") == out.count("merge reduce_scatter,") == 1
+    assert err.count("skipped line 2: not JSON") == 2
+    records = {record["line"]: record for record in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}
+    assert [len(records[line]["token_ids"]) for line in (1, 3)] == [5, 3]
+    assert records[2]["finish_reason"] == "error"
+    # one folder a job, written by rank 0 alone
+    assert sorted(path.name for path in (tmp_path / "sweep").iterdir()) == ["0", "1", "multirun.yaml"]
+
+
+@pytest.mark.dist
+def test_ranks_with_different_options_are_told_which(folder, tmp_path):
+    script = tmp_path / "uneven.py"
+    script.write_text(
+        "import os, runpy, sys\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    sys.argv += ['scheduler.prefill_slice=99', 'parallel.tp=2']\n"
+        f"runpy.run_path({str(ROOT / 'launch' / 'generate.py')!r}, run_name='__main__')\n"
+    )
+    process = torchrun(
+        script, f"model.path={folder}", "prompt=a", f"output={tmp_path}/o.jsonl", f"hydra.run.dir={tmp_path}/run"
+    )
+    _, err = process.communicate(timeout=240)
+    assert process.returncode != 0
+    assert err.count("error: ") == 1, err
+    assert "started with different options: parallel.tp, scheduler.prefill_slice" in err
+    assert "ranks [1] differ from rank 0" in err
+    assert not (tmp_path / "o.jsonl").exists()
+
+
+@pytest.mark.dist
+def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(folder, tmp_path):
+    prompts, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "short", "max_new_tokens": 2}\n{"prompt": "long", "max_new_tokens": 4000}\n')
+    process = torchrun(
+        ROOT / "launch" / "generate.py",
+        f"model.path={folder}",
+        f"prompts={prompts}",
+        f"output={output}",
+        "ignore_eos=true",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    deadline = time.monotonic() + 240
+    while not output.exists() and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    children = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True, check=True
+    )
+    ranks = [int(pid) for pid in children.stdout.split()]
+    process.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - started < 5, err
+    assert process.returncode != 0
+    assert "1 of 2 requests were finished; they are in" in err
+    [record] = [json.loads(line) for line in output.read_text().splitlines()]
+    assert record["line"] == 1
+    assert len(record["token_ids"]) == 2
+    assert len(ranks) == 2
+    for pid in ranks:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
