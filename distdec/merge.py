@@ -28,8 +28,9 @@ from distdec.merge_modes import (
 )
 from distdec.merge_place import Place
 from distdec.mesh import Mesh
-from distdec.one_shot import OneShotMerge, why_not
+from distdec.one_shot import OneShotMerge
 from distdec.ops.partial import Partial
+from distdec.slabs import Peers, why_not
 
 __all__ = [
     "MODES",
@@ -162,7 +163,7 @@ def _build_auto(mesh: Mesh, wire: torch.dtype, sizes: list[int], timer: Timer | 
     estimate = bind(choose_mode, bool(replicated), *sizes[1:], mesh.device.type, reductions=wire.itemsize > 1)
     if timer is None or num_ranks == 1:
         mode, reason = estimate()
-        return CollectiveMerge(mode, mesh, wire, f"{reason}; not one_shot: {why_not(mesh)}")
+        return CollectiveMerge(mode, mesh, wire, f"{reason}; not one_shot: {why_not(Peers.kvp(mesh))}")
     form = [name for name in sorted(MODES) if MODES[name].replicated == bool(replicated)]
     modes = [name for name in form if wire.itemsize > 1 or not MODES[name].reduces]
     built = {mode: _attempt(mode, mesh, wire) for mode in modes}

@@ -17,21 +17,22 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from check_ranks import SLEEP_CYCLES, captured, raised, same_on_all, timed  # noqa: E402
 from one_shot_inputs import Workspace, random_partials, truth  # noqa: E402
 
 from distdec.graphs import GraphKey, StepGraphs  # noqa: E402
 from distdec.merge import MODES, make_merge  # noqa: E402
 from distdec.mesh import Mesh, all_gather  # noqa: E402
-from distdec.one_shot import POLLS_PER_S, OneShotMerge, why_not  # noqa: E402
+from distdec.one_shot import OneShotMerge  # noqa: E402
 from distdec.ops.partial import Partial  # noqa: E402
 from distdec.ops.splits import Splits  # noqa: E402
+from distdec.slabs import POLLS_PER_S, Peers, why_not  # noqa: E402
 
 UNITS = {"float32": 0.0, "bfloat16": 2**-8, "float8_e4m3": 2**-4}
 """Largest error of a rounded number, as a share of its row's largest."""
 SHAPES = [(1, 32, 128), (3, 9, 80), (37, 28, 64), (2, 71, 64), (5, 8, 256), (256, 64, 128)]
-SLEEP_CYCLES = 60_000_000  # some 35 ms: far longer than a merge
 
 
 def on(mesh, partial):
@@ -51,17 +52,6 @@ def expect(mesh, merged, want, *, rtol=1e-5, atol=1e-5):
     out, lse = merged.out.double().cpu(), merged.lse.double().cpu()
     torch.testing.assert_close(out, want[0].flatten(1)[:, start:stop], rtol=rtol, atol=atol, equal_nan=True)
     torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-def same_on_all(mesh, *tensors):
-    """Raise unless all ranks hold the same bits."""
-    mine = torch.cat([t.contiguous().view(torch.uint8).flatten().cpu().to(torch.int64) for t in tensors])
-    weights = torch.arange(1, mine.numel() + 1) * 0x9E3779B1 % 0x7FFFFFFF
-    digest = torch.stack([mine.sum(), (mine * weights).sum()])
-    rows = torch.empty(mesh.world_size * 2, dtype=torch.int64)
-    all_gather(rows, digest, mesh.control_group)
-    if len({tuple(row) for row in rows.view(-1, 2).tolist()}) > 1:
-        raise AssertionError("ranks hold different bits")
 
 
 def check_forms(mesh):
@@ -125,18 +115,6 @@ def check_modes(mesh):
             print(f"  {merge.reason}", flush=True)
         if isinstance(merge, OneShotMerge):
             merge.close()
-
-
-def captured(call):
-    """Capture a call after a warm one; returns (replay, what it writes)."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        merged = call()
-    return graph.replay, merged
 
 
 def check_many_rows(mesh):
@@ -263,7 +241,7 @@ def check_lost(mesh):
         if mesh.rank == 0:
             print(f"  gave up after {waited:.2f} s: {2.0 * POLLS_PER_S / waited:,.0f} polls a second", flush=True)
         # a launch that the host check did not stop neither waits nor pushes
-        merge._alarmed[0] = 0
+        merge._alarm[0] = 0
         begin = time.perf_counter()
         merge(mine)
         torch.cuda.synchronize()
@@ -276,43 +254,6 @@ def check_lost(mesh):
     begin = time.perf_counter()
     merge.close()
     assert time.perf_counter() - begin < 30.0
-
-
-def raised(call):
-    """Return the message of the RuntimeError that a call must raise."""
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    raise AssertionError("nothing was raised")
-
-
-def timed(mesh, call, calls=20, samples=25):
-    """Median microseconds of a call in a graph of `calls` of them, the slowest rank's."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    mesh.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            call()
-    graph.replay()
-    times = []
-    for _ in range(samples):
-        torch.cuda.synchronize()
-        mesh.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1_000_000)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / calls)
-    rows = torch.empty(mesh.world_size, dtype=torch.float64)
-    all_gather(rows, torch.tensor([sorted(times)[samples // 2]], dtype=torch.float64), mesh.control_group)
-    graph.reset()
-    return rows.max().item()
 
 
 def uniform_splits(mesh, rows, q_heads, kv_heads, num_splits, dim=128):
@@ -370,7 +311,7 @@ def main():
     parser.add_argument("--only", default=",".join(CHECKS), help="checks to run, by name")
     args = parser.parse_args()
     mesh = Mesh.create()
-    reason = why_not(mesh)
+    reason = why_not(Peers.kvp(mesh))
     if reason is not None:
         sys.exit(f"one_shot is not possible here: {reason}")
     failed = []

@@ -30,6 +30,7 @@ LEVELS = {
     "distdec.merge_modes": 2,
     "distdec.merge_collective": 2,
     "distdec.merge_measure": 2,
+    "distdec.slabs": 2,
     "distdec.one_shot": 2,
     "distdec.row_tables": 2,
     "distdec.merge": 3,
@@ -65,8 +66,7 @@ TORCH_FREE = (
 TALKS_TO_RANKS = (
     "distdec.mesh",
     "distdec.merge_collective",
-    "distdec.one_shot",
-    "distdec.hf.parallel",
+    "distdec.slabs",
     "distdec.hf.linears",
 )
 # functions whose parameters are the contract itself

@@ -5,7 +5,7 @@ import tempfile
 
 import pytest
 import torch
-from test_one_shot import shared_slabs
+from slab_ranks import shared_slabs
 
 import distdec.merge as module
 from distdec.merge import make_merge
@@ -117,7 +117,7 @@ def choose_one_shot(path, one_shot_us):
             timer = Timer({"all_gather": 9.0, "all_reduce": 20.0, "one_shot": one_shot_us[mesh.rank]})
             merge = make_merge("auto", mesh, num_tokens=2, num_heads=2, head_dim=16, timer=timer)
             # a slab that nobody uses is given back
-            open_slabs = bool(made[0]._slabs)
+            open_slabs = bool(made[0]._slabs._memory)
             merged = merge(Partial(torch.ones(2, 2, 16), torch.zeros(2, 2)))
             made[0].close()
             return merge.mode, merge.reason, open_slabs, merged.out

@@ -1,7 +1,6 @@
 """The one_shot merge without a GPU: its kernel in the interpreter, its protocol between processes, its refusals."""
 
 import math
-import mmap
 import os
 import subprocess
 import sys
@@ -11,33 +10,21 @@ import pytest
 import torch
 from merge_inputs import in_8_bits
 from one_shot_inputs import NEG_INF, Workspace, random_partials, truth
+from slab_ranks import SimulatedSlabs, shared_slabs
 
 from distdec.attention import DistributedAttention
 from distdec.merge import column_range, make_merge, padded_columns
 from distdec.mesh import Mesh
-from distdec.one_shot import OneShotMerge, why_not
-from distdec.ops.one_shot_triton import Slab, one_shot
+from distdec.one_shot import OneShotMerge
+from distdec.ops.one_shot_triton import max_items, one_shot
 from distdec.ops.partial import Partial
 from distdec.ops.splits import Splits
 from distdec.sharded_cache import ShardedCache
+from distdec.slabs import Peers, why_not
 
 
-class Simulation:
-    """The slabs of R ranks in one process; every rank's push is launched before any rank's merge."""
-
-    def __init__(self, num_ranks, *, channels=3, capacity=2048, first_epoch=0, spin_limit=3):
-        self.spin_limit = spin_limit
-        self.alarms = [torch.zeros(1, dtype=torch.int32) for _ in range(num_ranks)]
-        plan = Slab(torch.empty(0), torch.empty(0), 0, num_ranks, channels, capacity)
-        # bytes 0xFF are NaN in every format: whatever is read without having been sent shows
-        self.memory = [torch.full((plan.num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]
-        self.slabs = []
-        for rank, memory in enumerate(self.memory):
-            memory[plan.flags_offset :].view(torch.int32).fill_(first_epoch)
-            state = torch.full((channels + 1,), first_epoch, dtype=torch.int32)
-            state[channels] = 0
-            addresses = [m.data_ptr() for m in self.memory] + [self.alarms[rank].data_ptr()]
-            self.slabs.append(plan._replace(peers=torch.tensor(addresses), state=state, rank=rank))
+class Simulation(SimulatedSlabs):
+    """Ranks of the merge."""
 
     def launch(self, rank, inputs, *, scatter=False, payload=torch.float32, sinks=None, push=True, merge=True):
         """One rank's launch; `inputs` is a `Partial` or a `Workspace`."""
@@ -60,12 +47,6 @@ class Simulation:
             merge=merge,
         )
         return out, lse
-
-    def step(self, inputs, **how):
-        """All ranks' launches, pushes first; returns (out, lse) of every rank."""
-        for rank, mine in enumerate(inputs):
-            self.launch(rank, mine, merge=False, **how)
-        return [self.launch(rank, mine, push=False, **how) for rank, mine in enumerate(inputs)]
 
 
 def check(results, want, *, scatter=False, rtol=1e-5, atol=1e-5):
@@ -229,28 +210,12 @@ def test_a_lost_rank_ends_in_an_error_word_on_every_other_rank():
 
 def test_a_launch_larger_than_the_slab_is_refused_and_an_empty_one_touches_nothing():
     sim = Simulation(2, channels=3, capacity=256)
-    assert sim.slabs[0].max_items(20, 4) == 3 * 2
+    assert max_items(sim.slabs[0], 20, 4) == 3 * 2
     with pytest.raises(ValueError, match="7 rows, 6 at most"):
         sim.launch(0, random_partials(2, 7, 1, 20)[0])
     out, lse = sim.launch(0, Partial(torch.zeros(0, 4, 20), torch.zeros(0, 4)))
     assert out.shape == (0, 80) and lse.shape == (0, 4)
     assert sim.slabs[0].state.tolist() == [0] * 4
-
-
-def shared_slabs(path):
-    """Slabs of all ranks in one file of shared memory, instead of symmetric memory."""
-
-    def map_slabs(mesh, num_bytes):
-        length = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        slabs = []
-        for rank in range(mesh.kvp_size):
-            descriptor = os.open(f"{path}.{mesh.tp_rank}.{rank}", os.O_RDWR | os.O_CREAT)
-            os.ftruncate(descriptor, length)
-            slabs.append(torch.frombuffer(mmap.mmap(descriptor, length), dtype=torch.uint8)[:num_bytes])
-            os.close(descriptor)
-        return slabs
-
-    return map_slabs
 
 
 def merge_between_processes(path, kvp, scatter, seeds):
@@ -378,7 +343,7 @@ def test_the_merge_object_tells_which_rank_was_lost(ranks):
 
 def refusals():
     with Mesh.create() as mesh:
-        told = why_not(mesh)
+        told = why_not(Peers.kvp(mesh))
         for build in (lambda: make_merge("one_shot", mesh), lambda: OneShotMerge(mesh, scatter=True)):
             with pytest.raises(RuntimeError, match=f"not possible here: .*{told[:14]}"):
                 build()
@@ -394,7 +359,7 @@ def test_a_mesh_without_gpus_is_refused_with_the_reason_on_every_rank(ranks):
 
 def refuse_on_faked_devices(facts, linked):
     """`why_not` as if this rank's host and GPU were those named in `facts`."""
-    import distdec.one_shot as module
+    import distdec.slabs as module
 
     with Mesh.create() as mesh:
         rank = mesh.rank
@@ -404,7 +369,7 @@ def refuse_on_faked_devices(facts, linked):
             module._host = lambda: facts[rank][0]
             module._gpu = lambda index: facts[rank][1]
             module._can_push = lambda index, gpus: linked[rank]
-            return why_not(mesh)
+            return why_not(Peers.kvp(mesh))
         finally:
             for name, function in saved.items():
                 setattr(module, name, function)
@@ -429,7 +394,7 @@ def test_all_ranks_refuse_what_the_link_cannot_do(ranks, facts, linked, want):
 
 
 def test_one_rank_has_nothing_to_merge():
-    assert "nothing to merge" in why_not(Mesh.single())
+    assert "nothing to merge" in why_not(Peers.kvp(Mesh.single()))
 
 
 COMPILE = """

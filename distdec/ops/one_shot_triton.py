@@ -1,33 +1,9 @@
 """One kernel that joins the local splits, pushes the result into the peers' memory, waits for theirs and merges.
 
-What is pushed where. Every rank owns a slab of symmetric memory, mapped by its peers. It is cut into `channels`, one
-per program, so a program shares no byte with another one, whatever the number of rows of a launch:
-
-    slab: [channel][parity 2][source rank][capacity bytes]  then  flags: [channel][source rank] int32
-
 A launch of n items, an item being one query head of one token, runs `min(n, channels)` programs; program c works on
 items c, c + programs, c + 2 programs, ... and keeps the j-th of them in slot j of channel c. A slot is the item's
-output row, then its LSE in base 2 and, where the payload has 8 bits, its scale. `state` (int32, this rank's own) holds
-one epoch per channel, and an error word.
-
-Protocol of channel c, use number e (its epoch + 1; parity e % 2), on every rank:
-    1. write own partials of ALL its items into slot [parity][own rank] of every rank's slab, the own one included
-    2. CTA barrier; raise flag [own rank] of every peer's channel c to e: one release at system scope
-    3. wait until the own flags of all sources have reached e: acquire at system scope
-    4. merge the slots [parity][0], [parity][1], ... in rank order; store epoch e
-
-Why two parities need no trailing barrier. A peer overwrites parity e % 2 in its use e + 2 of this channel. That launch
-starts after its use e + 1 has ended, hence after it saw my flag e + 1, which I raise in a launch that starts after my
-use e, with all its reads, has ended. The argument follows one channel alone, so launches of few rows, which leave the
-upper channels and their epochs untouched on every rank alike, do not disturb it; nor do graph replays, since epochs
-live in device memory. It needs what every collective needs: all ranks make the same launches in the same order, on one
-stream at a time.
-
-Why nothing hangs. A program pushes before it waits, and there are never more programs than the device holds at once
-(`MAX_PROGRAMS_PER_SM`), so every push happens whatever the peers do. Waits are bounded: a source that has not come
-after `spin_limit` polls, or that is more than one use ahead, leaves its bit in the error word and in host memory, the
-program's rows are NaN, and later launches neither push nor wait, so that the host sees the error soon. A peer that was
-only late finishes its own use, whose data it has, and then fails by the same rule: nobody computes on torn data.
+output row, then its LSE in base 2 and, where the payload has 8 bits, its scale. Slab, channels and the protocol that
+keeps ranks in step are those of `slab_triton`.
 
 Why ranks agree to the bit. Payloads are read back from the slab, the own one too, so each rank folds the same rounded
 numbers in the same order with the same instructions.
@@ -37,8 +13,6 @@ Source of the arithmetic: with `M = max_r lse2_r`, `w_r = 2^(lse2_r - M)`: `out 
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
@@ -58,13 +32,18 @@ from distdec.ops.combine_triton import (
 from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.packed import FP8_MAX as FP8_MAX_VALUE
 from distdec.ops.packed_triton import row_scale, scaled_down
+from distdec.ops.slab_triton import (
+    MAX_REGISTERS,
+    NUM_WARPS,
+    Slab,
+    channel_area,
+    channel_flags,
+    raise_flags,
+    wait_for_all,
+)
 from distdec.ops.splits import Splits
 
 FP8_MAX = tl.constexpr(FP8_MAX_VALUE)
-MAX_PROGRAMS_PER_SM = 4
-"""Programs of `NUM_WARPS` warps that an SM surely holds at once: 4 x 128 threads x `MAX_REGISTERS` = 64K registers."""
-NUM_WARPS = 4
-MAX_REGISTERS = 128
 LSE_BYTES = 16
 """Room of the LSE and the scale behind a slot's output row; 16 keeps the rows aligned."""
 MAX_BLOCK_ELEMENTS = 8192
@@ -74,43 +53,17 @@ JOINED = tl.constexpr(-2)
 """`SPLIT` of the kernel for partials whose splits are joined already."""
 
 
-class Slab(NamedTuple):
-    """Addresses and sizes that a launch needs, the same on every rank but for the tensors and `rank`.
-
-    Shapes:
-        peers: [N + 1] int64, addresses of every rank's slab as mapped here, in rank order, then that of an int32 in
-            host memory that the device can write: it receives the error word
-        state: [channels + 1] int32: epochs, then the error word (bit r: source r did not come; bit 30: out of step)
-    """
-
-    peers: Tensor
-    state: Tensor
-    rank: int
-    num_ranks: int
-    channels: int
-    capacity: int
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one rank's slab, flags included."""
-        return self.flags_offset + 4 * self.channels * self.num_ranks
-
-    @property
-    def flags_offset(self) -> int:
-        """Where the flags begin, in bytes."""
-        return 2 * self.channels * self.num_ranks * self.capacity
-
-    def max_items(self, dim: int, element_bytes: int) -> int:
-        """Rows (token, head) of `dim` elements that one launch can take.
-
-        Example: 528 channels of 15,872 bytes, 128 floats: slots of 528 bytes, 30 a channel, 15,840 rows.
-        """
-        return self.channels * (self.capacity // slot_bytes(dim, element_bytes))
-
-
 def slot_bytes(dim: int, element_bytes: int) -> int:
     """Bytes of one slot: the row rounded up to 16 bytes, and its LSE."""
     return -(-dim * element_bytes // 16) * 16 + LSE_BYTES
+
+
+def max_items(slab: Slab, dim: int, element_bytes: int) -> int:
+    """Return how many rows (token, head) of `dim` elements one launch can take.
+
+    Example: 528 channels of 15,872 bytes, 128 floats: slots of 528 bytes, 30 a channel, 15,840 rows.
+    """
+    return slab.channels * (slab.capacity // slot_bytes(dim, element_bytes))
 
 
 @triton.jit
@@ -148,22 +101,6 @@ def push_row(
         tl.store((slot + (SLOT - 16)).to(tl.pointer_type(tl.float32)), lse2, mask=live)
         if SCALED:
             tl.store((slot + (SLOT - 12)).to(tl.pointer_type(tl.float32)), scale, mask=live)
-
-
-@triton.jit
-def wait_for_peers(p_flags, epoch, polls, rank, N: tl.constexpr):
-    """Wait until every source's flag has reached `epoch`; return the bits of those that did not in `polls` looks."""
-    lost = tl.full([], 0, tl.int32)
-    for k in tl.static_range(1, N):
-        source = (rank + k) % N
-        p_flag = (p_flags + source * 4).to(tl.pointer_type(tl.int32))
-        # differences, so that the epoch may wrap; the peer may be one use ahead, with all of this one delivered
-        ahead = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys") - epoch
-        while (ahead < 0) & (polls > 0):
-            ahead = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys") - epoch
-            polls -= 1
-        lost |= tl.where(ahead < 0, 1 << source, tl.where(ahead > 1, 1 << 30, 0))
-    return lost
 
 
 @triton.jit
@@ -255,8 +192,8 @@ def one_shot_kernel(
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     # slots of this channel, this parity; [source][slot] follow
-    area = (c.to(tl.int64) * 2 + (epoch & 1)) * (N * CAPACITY)
-    flags = c.to(tl.int64) * (4 * N) + 2 * CHANNELS * N * CAPACITY
+    area = channel_area(c, epoch, N, CAPACITY)
+    flags = channel_flags(c, N, CHANNELS, CAPACITY)
 
     if PUSH:
         at = area + rank * CAPACITY
@@ -284,20 +221,10 @@ def one_shot_kernel(
             column = (head * G + r % G) * D
             push_row(p_peers, at, b_sent, lse2, scale, live, column, o_d, m_d, rank, N, SLOT, COLUMNS, SCALED)
             at += SLOT
-        # without it a flag may overtake what other threads of the program have stored
-        tl.debug_barrier()
-        o_n = tl.arange(0, BLOCK_N)
-        m_n = (o_n < N) & (o_n != rank) & live
-        p_flag = (tl.load(p_peers + o_n, mask=m_n, other=0) + flags + rank * 4).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(p_flag, tl.zeros_like(o_n) + epoch, mask=m_n, sem="release", scope="sys")
+        raise_flags(p_peers, flags, epoch, live, rank, N, BLOCK_N)
 
     if MERGE:
-        lost = wait_for_peers(mine + flags, epoch, tl.where(failed != 0, 0, spin_limit), rank, N)
-        if lost != 0:
-            tl.atomic_or(p_state + CHANNELS, lost, sem="relaxed", scope="gpu")
-            tl.store(tl.load(p_peers + N).to(tl.pointer_type(tl.int32)), lost)
-        # without it threads read slots before the thread that polls has seen the flags
-        tl.debug_barrier()
+        lost = wait_for_all(p_peers, p_state, mine + flags, epoch, failed, spin_limit, rank, N, CHANNELS)
         at = mine + area
         for item in range(c, num_items, programs):
             unit = item // R
@@ -387,10 +314,10 @@ def _prepare(
     """Check that the rows fit the slab and make the launch ready."""
     dim, size = splits.head_dim, payload.itemsize
     num_items = splits.num_tokens * splits.num_q_heads
-    if num_items > slab.max_items(dim, size):
+    if num_items > max_items(slab, dim, size):
         raise ValueError(
             f"{splits.num_tokens} tokens of {splits.num_q_heads} heads of {dim} do not fit the slab: "
-            f"{num_items} rows, {slab.max_items(dim, size)} at most"
+            f"{num_items} rows, {max_items(slab, dim, size)} at most"
         )
     kind = splits.split_tiles if splits.ranges is None else FROM_TABLE
     block_d = triton.next_power_of_2(dim)
