@@ -18,6 +18,7 @@ QUERY_MODES = ("auto", "replicate", "gather")
 EXPERT_MODES = ("auto", "width", "expert")
 MERGE_TRANSPORTS = ("float32", "bfloat16", "float8_e4m3")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
+REDUCE_MODES = ("auto", "nccl", "one_shot")
 BACKENDS = ("auto", "reference", "triton")
 SWITCH = ("auto", "on", "off")
 MODELS = ("smollm2", "path")
@@ -70,6 +71,13 @@ class ParallelConfig:
         default="float32",
         metadata=_help(f"number format between ranks: {', '.join(MERGE_TRANSPORTS)}; the last two round outputs"),
     )
+    reduce: str = field(
+        default="auto",
+        metadata=_help(
+            "sums of a layer's parts over all ranks: nccl (gloo on cpu), one_shot: small ones in one kernel, or auto: "
+            "that where the GPUs reach each other"
+        ),
+    )
     queries: str = field(
         default="auto",
         metadata=_help(
@@ -92,6 +100,7 @@ class ParallelConfig:
         if self.transport == "float8_e4m3" and self.merge in ("all_reduce", "reduce_scatter"):
             legal = [mode for mode in MERGE_MODES if mode not in ("all_reduce", "reduce_scatter")]
             raise ValueError(f"parallel.transport=float8_e4m3 goes with parallel.merge {', '.join(legal)}")
+        _one_of("parallel.reduce", self.reduce, REDUCE_MODES)
         _one_of("parallel.queries", self.queries, QUERY_MODES)
         _one_of("parallel.experts", self.experts, EXPERT_MODES)
         _check_float("parallel.timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)

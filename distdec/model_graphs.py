@@ -16,6 +16,7 @@ from torch import Tensor
 from distdec.batch import StepBatch
 from distdec.graphs import GraphKey, StepGraphs, mixed_buckets, row_buckets
 from distdec.hf.attention import EngineBinding
+from distdec.hf.sharding import rank_sum_of
 from distdec.request import StepPlan
 from distdec.row_tables import NO_PADDING, Padding
 from distdec.sharded_cache import ShardedCache
@@ -60,12 +61,14 @@ class ModelGraphs:
         rows = max_rows + max_prefills
         buffers.reserve(tokens=inputs.shape[1], rows=rows, views=frames + 2 * rows)
         self._generation = buffers.generation
+        total = rank_sum_of(binding.model)
+        talkers = [merge] if total is None else [merge, total]
         self._graphs = StepGraphs(
             mesh.device,
             barrier=mesh.barrier if mesh.world_size > 1 else None,
             moved=lambda: buffers.generation,
-            checks=[check] if (check := getattr(merge, "check", None)) else (),
-            keep=[binding.attention],
+            checks=[check for talker in talkers if (check := getattr(talker, "check", None))],
+            keep=[binding.attention, total],
         )
         self._inputs = inputs
         # forwards launched from Python: a replay is none

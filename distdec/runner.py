@@ -15,7 +15,7 @@ from distdec.batch import StepBatch
 from distdec.capacity import choose_max_tokens
 from distdec.config import Config
 from distdec.hf.attention import bind_engine
-from distdec.hf.sharding import merge_for, sharding_of
+from distdec.hf.sharding import merge_for, rank_sum_of, sharding_of
 from distdec.hf.support import Geometry, check_model
 from distdec.hf.weights import load_sharded
 from distdec.mesh import Mesh
@@ -133,12 +133,15 @@ class Runner:
             progress: called with the number of captured steps, and of all.
 
         Notes:
-            Collective: the choice of the merge, the captured steps.
+            Collective: the choice of the merge and of the sum over ranks, the captured steps.
         """
         geometry = check_model(model, mesh, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
         cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
         merge = merge_for(model, mesh, config.parallel.merge, config.parallel.transport)
+        total = rank_sum_of(model)
+        if total is not None:
+            total.choose(config.parallel.reduce, mesh, config.parallel.timeout_s)
         runner = cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
         if _switched_on(config.backend.compile, mesh):
             runner.binding.compile()
@@ -252,10 +255,10 @@ class Runner:
         return self._logits
 
     def close(self) -> None:
-        """Drop the graphs, take the binding off the model and give back the merge's buffers, in this order.
+        """Drop the graphs, take the binding off the model and give back the merge's and the sum's slabs, in this order.
 
         Notes:
-            Collective, where the merge has buffers that its peers write to: before the mesh is closed.
+            Collective, where there are slabs that peers write to: before the mesh is closed.
         """
         if self.graphs is not None:
             self.graphs.close()
@@ -263,6 +266,9 @@ class Runner:
         close_merge = getattr(self.attention.merge, "close", None)
         if close_merge is not None:
             close_merge()
+        total = rank_sum_of(self.model)
+        if total is not None:
+            total.close()
 
 
 def _switched_on(option: str, mesh: Mesh) -> bool:

@@ -115,6 +115,7 @@ def _skip(output: Any, bad: Any) -> None:
 def make_engine(config: Config, job: boot.Job, folder: Path, work: Work | None) -> Any:
     """Load the model on every rank and make the engine; the size of its cache is rank 0's decision."""
     from distdec.engine import Engine
+    from distdec.hf.sharding import rank_sum_of
     from distdec.runner import Runner, cache_size, load_model
 
     mesh = job.mesh
@@ -128,6 +129,9 @@ def make_engine(config: Config, job: boot.Job, folder: Path, work: Work | None) 
     runner = Runner.build(model, mesh, config, size, _capture_progress() if work is not None else None)
     if work is not None and mesh.kvp_size > 1:
         console.note(f"merge {runner.attention.merge.reason}")
+    total = rank_sum_of(model)
+    if work is not None and total is not None:
+        console.note(f"sums over ranks {total.reason}")
     return Engine(runner, config.scheduler, tokenizer=work.tokenizer if work else None)
 
 

@@ -32,9 +32,11 @@ from bench_run import Bench, open_mesh, parse, run_sections
 from bench_weights import HEADS, MODELS, build
 
 from distdec.attention import DistributedAttention
+from distdec.config import REDUCE_MODES
 from distdec.degrees import validate_layout
 from distdec.graphs import GraphKey, StepGraphs
 from distdec.hf.attention import bind_engine
+from distdec.hf.sharding import rank_sum_of
 from distdec.hf.support import check_model
 from distdec.mesh import Mesh
 from distdec.planner import ModelShape, Workload, layout_plan
@@ -48,7 +50,9 @@ KEPT_BYTES = 256 << 20
 class Decoder:
     """One sequence of `context` random tokens, decoded step by step."""
 
-    def __init__(self, model: torch.nn.Module, mesh: Mesh, context: int, dtype: torch.dtype, backend: str) -> None:
+    def __init__(
+        self, model: torch.nn.Module, mesh: Mesh, context: int, dtype: torch.dtype, backend: str, reduce: str = "auto"
+    ) -> None:
         geometry = check_model(model, mesh, engine=True)
         self.cache = ShardedCache(
             mesh,
@@ -76,6 +80,9 @@ class Decoder:
             moved=lambda: self.cache.buffers.generation,
             keep=[self.attention],
         )
+        self.total = rank_sum_of(model)
+        if self.total is not None:
+            self.total.choose(reduce, mesh)
 
     def forward(self, ids: torch.Tensor, position: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return self.binding.forward(ids, position, logits_to_keep=wanted)
@@ -103,6 +110,8 @@ class Decoder:
         self.binding.close()
         if hasattr(self.attention.merge, "close"):
             self.attention.merge.close()
+        if self.total is not None:
+            self.total.close()
 
 
 def layouts(bench: Bench, wanted: str) -> list[tuple[str, int, int]]:
@@ -193,7 +202,7 @@ def measure(
     if bench.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(bench.device)
-    decoder = Decoder(model, mesh, context, dtype, bench.backend)
+    decoder = Decoder(model, mesh, context, dtype, bench.backend, bench.args.reduce)
     try:
         plan = layout_plan(
             ModelShape.from_config(model.config),
@@ -209,6 +218,7 @@ def measure(
             "kv_bytes": decoder.cache.pool.bytes,
             "peak_bytes": peak_bytes(bench),
             "merge": decoder.attention.merge.mode,
+            "sum": "none" if decoder.total is None else decoder.total.reason,
             "fill": "random",
             "planned_ms": round(plan.step_us / 1e3, 3),
         }
@@ -318,6 +328,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--model", choices=sorted(MODELS), default="llama-3-8b")
         parser.add_argument("--contexts", default="8192,131072", help="tokens, separated by commas")
         parser.add_argument("--layouts", default="", help="of single,kvpN,tpN,kvpNtpM; default all that fit the heads")
+        parser.add_argument("--reduce", choices=REDUCE_MODES, default="auto", help="sums over all ranks")
         # the other section writes a whole model to the temporary directory
         parser.set_defaults(sections="decode")
 

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc-per-node 2 scripts/check_one_shot.py
     torchrun --standalone --nproc-per-node 2 scripts/check_one_shot.py --only lost,times
+    torchrun --standalone --nproc-per-node 2 scripts/check_one_shot.py --only sum,sum_replays,sum_lost,sum_times
 
 Every rank makes all ranks' inputs from the same seeds, so it knows the truth without asking; what must be bit-identical
 across ranks is compared by hash. Prints one line a check on rank 0 and exits with 1 if any failed on any rank.
@@ -19,6 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
+from check_rank_sum import SUM_CHECKS  # noqa: E402
 from check_ranks import SLEEP_CYCLES, captured, raised, same_on_all, timed  # noqa: E402
 from one_shot_inputs import Workspace, random_partials, truth  # noqa: E402
 
@@ -303,6 +305,7 @@ CHECKS = {
     "replays": check_replays,
     "lost": check_lost,
     "times": check_times,
+    **SUM_CHECKS,
 }
 
 

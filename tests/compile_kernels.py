@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from distdec.ops import (
     combine_triton,
     decode_triton,
+    one_shot_sum_triton,
     packed_triton,
     prefill_triton,
     schedule_triton,
@@ -26,6 +27,7 @@ from distdec.ops import (
     store_kv_triton,
 )
 from distdec.ops.packed import Packing
+from distdec.ops.slab_triton import Slab
 from distdec.ops.tables import KVTables
 
 TYPES = {
@@ -112,6 +114,18 @@ def product_order(ptx):
     """Return the order of warp-group products (M, a run of them is one), waits for them (W) and barriers (B)."""
     found = re.findall(r"(wgmma\.mma_async)|(wgmma\.wait_group)|(bar\.sync)", ptx)
     return re.sub("M+", "M", "".join("MWB"[[bool(x) for x in groups].index(True)] for groups in found))
+
+
+def exchange_order(ptx):
+    """Return the order of wide (S, L) and narrow (s, l) stores and reads of slabs, barriers (B), raised flags (R) and
+    looks at flags (A).
+    """
+    found = re.findall(
+        r"(st\.global\.v4)|(ld\.volatile\.global\.v4)|(st\.global\.b)|(ld\.volatile)|(bar\.sync)"
+        r"|(atom\.global\.sys\.release)|(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire)",
+        ptx,
+    )
+    return "".join("SLslBRA"[[bool(x) for x in groups].index(True)] for groups in found)
 
 
 def tables(rows, tiles):
@@ -201,6 +215,14 @@ def merge_launches(wire):
     return found
 
 
+def sum_launches(num_ranks, numel):
+    """The launch of a sum over ranks."""
+    peers, state = torch.zeros(num_ranks + 1, dtype=torch.int64), torch.zeros(529, dtype=torch.int32)
+    slab, y = Slab(peers, state, 0, num_ranks, 528, 2048), torch.zeros(numel, dtype=torch.bfloat16)
+    call = lambda: one_shot_sum_triton.one_shot_sum(slab, y, y, spin_limit=1000)  # noqa: E731
+    return record(one_shot_sum_triton, ["one_shot_sum_kernel"], call)
+
+
 def launches(arch):
     """Everything that is compiled, by name."""
     device = HOPPER if arch == 90 else AMPERE
@@ -223,6 +245,9 @@ def launches(arch):
         "prefill, head size 256": prefill_launches([2048, 5], 16, 8, 256, device=device, softcap=50.0),
         "prefill, float32": prefill_launches([256, 40], 32, 8, 128, torch.float32, device=device),
         "small": small_launches(),
+        "sum, 2 ranks": sum_launches(2, 4096),
+        "sum, 8 ranks": sum_launches(8, 528 * 1024),
+        "sum, odd": sum_launches(3, 4097),
         "merge": merge_launches(torch.float32),
         "merge, bfloat16": merge_launches(torch.bfloat16),
         # 8-bit numbers came to the hardware with sm_89
@@ -254,6 +279,7 @@ def main():
             "wait_groups": [int(n) for n in re.findall(r"cp\.async\.wait_group\s+(?:0x)?(\d+)", ptx)],
             "wgmma": ptx.count("wgmma.mma_async"),
             "order": product_order(ptx),
+            "exchange": exchange_order(ptx),
             "bulk": ptx.count("cp.async.bulk.tensor"),
             "mma": ptx.count("mma.sync"),
             "warps": compiled.metadata.num_warps,

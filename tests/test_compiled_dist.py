@@ -61,6 +61,41 @@ def test_sharded_weights_equal_eager_and_layers_share_their_programs(ranks, kvp,
         assert not breaks
 
 
+def summed_in_one_kernel(path):
+    """Relative error of a sharded model's logits, its small sums in the kernel; programs, breaks, launches."""
+    from slab_ranks import shared_slabs
+    from torch._dynamo.utils import counters
+
+    from distdec import shard
+    from distdec.hf.sharding import rank_sum_of
+    from distdec.mesh import Mesh
+    from distdec.rank_sum import OneShotSum
+
+    torch.compiler.reset()
+    counters.clear()
+    with Mesh.create(2, 1, device="cpu") as mesh:
+        model = shard(lively_model("llama", "distdec"), mesh)
+        # prompts of 26 tokens are larger than the slab
+        kernel = OneShotSum(mesh, capacity_bytes=8192, map_slabs=shared_slabs(path))
+        launches, launch = [], kernel._launch
+        kernel._launch = lambda y, out: launches.append(tuple(y.shape)) or launch(y, out)
+        rank_sum_of(model).use(kernel)
+        wrong = error(packed(model, mesh, "all_to_all", compiler="aot_eager"), truth("llama"))
+        rank_sum_of(model).close()
+    return wrong, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), launches
+
+
+def test_sums_of_compiled_layers_run_in_the_kernel_and_layers_share_their_programs(ranks, tmp_path):
+    for wrong, programs, breaks, launches in ranks(2).run(
+        summed_in_one_kernel, str(tmp_path / "slab"), timeout_s=TIMEOUT_S
+    ):
+        assert wrong <= TOLERANCE
+        assert programs <= 2
+        assert not breaks
+        # an embedding, and two sums in each of three layers, in each step that fits
+        assert len(launches) % 7 == 0 and len(launches) >= 14
+
+
 def layers_after_close():
     """Whether the layers are compiled, and what their attention modules carry, while bound and after close()."""
     from distdec.attention import DistributedAttention

@@ -36,6 +36,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: ParallelConfig(kvp=-1), "parallel.kvp must be at least 0, got -1"),
         (lambda: ParallelConfig(tp=0), "parallel.tp must be at least 1, got 0"),
         (lambda: ParallelConfig(merge="ring"), "parallel.merge must be one of auto, all_reduce"),
+        (lambda: ParallelConfig(reduce="gloo"), "parallel.reduce must be one of auto, nccl, one_shot, got 'gloo'"),
         (lambda: ParallelConfig(transport="fp8"), "parallel.transport must be one of float32, bfloat16, float8_e4m3"),
         (
             lambda: ParallelConfig(merge="all_reduce", transport="float8_e4m3"),

@@ -32,6 +32,7 @@ LEVELS = {
     "distdec.merge_measure": 2,
     "distdec.slabs": 2,
     "distdec.one_shot": 2,
+    "distdec.rank_sum": 2,
     "distdec.row_tables": 2,
     "distdec.merge": 3,
     "distdec.batch": 3,
@@ -67,6 +68,7 @@ TALKS_TO_RANKS = (
     "distdec.mesh",
     "distdec.merge_collective",
     "distdec.slabs",
+    "distdec.rank_sum",
     "distdec.hf.linears",
 )
 # functions whose parameters are the contract itself

@@ -8,6 +8,7 @@ import torch
 
 from distdec.config import BackendConfig, CacheConfig, Config, SchedulerConfig
 from distdec.engine import Engine
+from distdec.hf.sharding import rank_sum_of
 from distdec.mesh import Mesh
 from distdec.request import Row, SamplingParams, StepPlan
 from distdec.row_tables import Padding
@@ -175,3 +176,47 @@ def test_padding_follows_from_the_plan_alone(folder):
     off = Runner.load(folder, Mesh.single(), dataclasses.replace(CONFIG, backend=BackendConfig()))
     assert off.graphs is None
     assert off.padding(StepPlan(0, rows=(decode,) * 3)) == Padding()
+
+
+class WatchedSum:
+    """Stands in for the one-kernel sum and notes what happens to it, and whether the graphs are still there then."""
+
+    def __init__(self, runner):
+        self.runner, self.mesh, self.seen = runner, runner.mesh, []
+
+    def __call__(self, y):
+        self.seen.append("sum")
+        out = y.clone()
+        torch.distributed.all_reduce(out, group=self.mesh.group)
+        return out
+
+    def check(self):
+        self.seen.append("check")
+        if self.seen.count("check") > 3:
+            raise RuntimeError("a rank was lost")
+
+    def close(self):
+        self.seen.append("closed after the graphs" if self.runner.graphs._graphs._closed else "closed too early")
+
+
+def watched(folder):
+    with Mesh.create(device="cpu", timeout_s=20) as mesh:
+        runner = Runner.load(folder, mesh, CONFIG)
+        total = rank_sum_of(runner.model)
+        reason = total.reason
+        kernel = WatchedSum(runner)
+        total.use(kernel)
+        engine = Engine(runner, CONFIG.scheduler)
+        with pytest.raises(RuntimeError, match="a rank was lost"):
+            engine.generate([(prompts()[0], SamplingParams(max_new_tokens=NEW, ignore_eos=True))])
+        runner.close()
+        return reason, kernel.seen
+
+
+def test_the_sum_is_checked_before_each_step_and_closed_after_the_graphs(ranks, folder):
+    for reason, seen in ranks(2).run(watched, folder, timeout_s=120):
+        assert "one_shot sum is not possible here: no CUDA device" in reason
+        # a prompt of one slice, then decode steps of equally many sums
+        first, second, third, last = [i for i, what in enumerate(seen) if what == "check"]
+        assert first == 0 and second == third - second == last - third
+        assert seen[last + 1 :] == ["closed after the graphs"]

@@ -10,7 +10,7 @@ import torch
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "check_one_shot.py"
 
 # the times are for people to read; everything else passes or fails
-CHECKS = ("modes", "forms", "rows", "finite", "epochs", "delays", "replays", "lost")
+CHECKS = ("modes", "forms", "rows", "finite", "epochs", "delays", "replays", "lost", "sum", "sum_replays", "sum_lost")
 
 
 @pytest.mark.gpu

@@ -1,10 +1,12 @@
 """Linear maps, embeddings and norms whose features are split over ranks: plain local tensors, explicit collectives.
 
 Each stands in for a module of a transformers model and returns what that would, on every rank of its group. A group of
-None is one rank: nothing is sent.
+None, or no sum, is one rank: nothing is sent.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,12 @@ from torch import Tensor, nn
 
 from distdec.mesh import all_gather
 
+Reduce = Callable[[Tensor], Tensor]
+"""Returns the sum of all ranks' tensors, as `RankSum` does; it may take its argument's memory for that."""
+
 
 class RowLinear(nn.Module):
-    """A linear map whose input features are split over ranks: local product, then a sum over the group.
+    """A linear map whose input features are split over ranks: local product, then a sum over the ranks.
 
     Shapes:
         x: [..., in_features] or [..., local columns]; returns [..., out_features], the same on all ranks
@@ -25,14 +30,14 @@ class RowLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, in_features: int, columns: tuple[int, int], group: object | None
+        self, weight: Tensor, bias: Tensor | None, in_features: int, columns: tuple[int, int], reduce: Reduce | None
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.columns = columns
-        self.group = group
+        self.reduce = reduce
 
     def forward(self, x: Tensor) -> Tensor:
         start, stop = self.columns
@@ -43,8 +48,8 @@ class RowLinear(nn.Module):
                 )
             x = x[..., start:stop]
         y = F.linear(x, self.weight)
-        if self.group is not None:
-            dist.all_reduce(y, group=self.group)
+        if self.reduce is not None:
+            y = self.reduce(y)
         # the bias goes on after the sum, once
         return y if self.bias is None else y + self.bias
 
@@ -83,11 +88,11 @@ class GatherLinear(nn.Module):
 class VocabEmbedding(nn.Module):
     """An embedding whose rows are split over ranks: each looks up its own tokens, and the results are summed."""
 
-    def __init__(self, weight: Tensor, rows: tuple[int, int], scale: Tensor | float, group: object | None) -> None:
+    def __init__(self, weight: Tensor, rows: tuple[int, int], scale: Tensor | float, reduce: Reduce | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.rows = rows
-        self.group = group
+        self.reduce = reduce
         if isinstance(scale, Tensor):
             self.register_buffer("scale", scale, persistent=False)
         else:
@@ -101,8 +106,8 @@ class VocabEmbedding(nn.Module):
             out = out.masked_fill(~mine[..., None], 0)
         else:
             out = self.weight.new_zeros(*ids.shape, self.weight.shape[1])
-        if self.group is not None:
-            dist.all_reduce(out, group=self.group)
+        if self.reduce is not None:
+            out = self.reduce(out)
         scale = self.scale
         return out * (scale.to(out.dtype) if isinstance(scale, Tensor) else scale)
 

@@ -22,7 +22,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distdec.hf.experts import ExpertShapes, own_experts, split_range, width_range
@@ -31,6 +30,7 @@ from distdec.hf.sharding import Sharding, local_heads, mark, sharding_of
 from distdec.merge import column_range
 from distdec.mesh import Mesh
 from distdec.planner import ModelShape, expert_mode, query_mode
+from distdec.rank_sum import RankSum
 
 # norms whose root mean square runs over all heads: x / sqrt(mean(x^2) + variance_epsilon), times the weight
 _NORMS_OVER_HEADS = ("Olmo2RMSNorm", "Olmo3RMSNorm")
@@ -102,7 +102,8 @@ def parallelise(
         raise ValueError(f"experts must be 'auto', 'width' or 'expert', got {experts!r}")
     sharder = _Sharder(model, mesh, fetch, queries, experts)
     sharder.run()
-    mark(model, Sharding(mesh.kvp_size, mesh.tp_size, mesh.rank, sharder.queries, "+".join(sharder.expert_modes)))
+    experts = "+".join(sharder.expert_modes)
+    mark(model, Sharding(mesh.kvp_size, mesh.tp_size, mesh.rank, sharder.queries, experts), sharder.sum)
     return model
 
 
@@ -119,6 +120,7 @@ class _Sharder:
         self.experts = experts
         self.expert_modes: set[str] = set()
         self.world = mesh.group if mesh.world_size > 1 else None
+        self.sum = None if self.world is None else RankSum(self.world)
         self.done: set[str] = set()
         self.num_attentions = self.num_mlps = 0
 
@@ -192,7 +194,7 @@ class _Sharder:
         dtype = linear.weight.dtype
         weight = self.fetch(f"{name}.weight", Cut(1, (cut,))).to(dtype)
         bias = None if linear.bias is None else self.fetch(f"{name}.bias", None).to(dtype)
-        self._replace(name, RowLinear(weight, bias, inputs, columns, self.world))
+        self._replace(name, RowLinear(weight, bias, inputs, columns, self.sum))
 
     def _columns(self, name: str, ranges: tuple[tuple[int, int], ...]) -> None:
         linear = self._linear(name)
@@ -287,8 +289,8 @@ class _Sharder:
             module.forward = functools.partial(own_experts, module, start)
         else:
             self._expert_widths(name, module, shapes)
-        if self.world is not None:
-            module.register_forward_hook(_sum_over(self.world))
+        if self.sum is not None:
+            module.register_forward_hook(_summed_by(self.sum))
 
     def _expert_mode(self, name: str, module: nn.Module, shapes: ExpertShapes) -> str:
         world = self.mesh.world_size
@@ -332,7 +334,7 @@ class _Sharder:
         dtype = embedding.weight.dtype
         weight = self.fetch(f"{in_name}.weight", cut).to(dtype)
         scale = getattr(embedding, "embed_scale", 1.0)
-        new = VocabEmbedding(weight, bounds[rank], scale, self.world)
+        new = VocabEmbedding(weight, bounds[rank], scale, self.sum)
         self._replace(in_name, new)
         head_weight = new.weight if tied else self.fetch(f"{out_name}.weight", cut).to(dtype)
         bias = None if head.bias is None else self.fetch(f"{out_name}.bias", cut).to(dtype)
@@ -342,9 +344,8 @@ class _Sharder:
         self._replace(out_name, new_head)
 
 
-def _sum_over(group: object) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+def _summed_by(total: RankSum) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
     def hook(_module: nn.Module, _args: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        dist.all_reduce(out, group=group)
-        return out
+        return total(out)
 
     return hook

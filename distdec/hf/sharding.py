@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 from distdec.degrees import validate_layout
 from distdec.merge import Merge, make_merge
 from distdec.mesh import Mesh
+from distdec.rank_sum import RankSum
 
 _MARK = "_distdec_sharding"
+_SUM = "_distdec_sum"
 
 
 class Sharding(NamedTuple):
@@ -38,14 +40,20 @@ class RankHeads(NamedTuple):
     kv_heads: range
 
 
-def mark(model: Any, sharding: Sharding) -> None:
-    """Note on a model how it was sharded."""
+def mark(model: Any, sharding: Sharding, total: RankSum | None) -> None:
+    """Note on a model how it was sharded, and what its layers call to sum over all ranks."""
     setattr(model, _MARK, sharding)
+    setattr(model, _SUM, total)
 
 
 def sharding_of(model: Any) -> Sharding | None:
     """Return how `parallel.shard` sharded a model, None if it did not."""
     return getattr(model, _MARK, None)
+
+
+def rank_sum_of(model: Any) -> RankSum | None:
+    """Return what the layers of a sharded model call to sum over ranks; None for one rank, or if it is not sharded."""
+    return getattr(model, _SUM, None)
 
 
 def rank_map(kvp: int, tp: int, num_q_heads: int, num_kv_heads: int) -> list[RankHeads]:
