@@ -20,6 +20,7 @@ from bench_weights import HEADS, MODELS, build, sizes
 from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
 from distdec.degrees import validate_layout
 from distdec.engine import Engine, StepResult
+from distdec.hf.sharding import rank_sum_of
 from distdec.mesh import Mesh
 from distdec.request import SamplingParams, StepPlan
 from distdec.runner import Runner
@@ -56,7 +57,7 @@ class Session:
 
     Args:
         need: what the sections ask of it.
-        args: --model, --backend, --graphs, --merge and --option are read.
+        args: --model, --backend, --graphs, --merge, --reduce and --option are read.
     """
 
     def __init__(self, bench: Bench, layout: Layout, need: Need, args: argparse.Namespace) -> None:
@@ -87,7 +88,7 @@ class Session:
     def config(self) -> Config:
         """The engine's, with the options of the command line."""
         config = Config(
-            parallel=ParallelConfig(merge=self.args.merge),
+            parallel=ParallelConfig(merge=self.args.merge, reduce=self.args.reduce),
             cache=CacheConfig(prefix_caching=False),
             scheduler=SchedulerConfig(max_rows=self.need.rows, token_budget=self.need.budget),
             backend=BackendConfig(name=self.args.backend, graphs=self.args.graphs),
@@ -153,7 +154,9 @@ class Session:
     def fields(self) -> dict[str, Any]:
         """Return what a record holds beside its times."""
         merge = self.runner.attention.merge.mode
-        return {"kernels": self.kernels, "merge": merge, "model_shape": self.shape}
+        total = rank_sum_of(self.runner.model)
+        sums = "none" if total is None else total.reason
+        return {"kernels": self.kernels, "merge": merge, "sum": sums, "model_shape": self.shape}
 
     def record(self, section: str, name: str, config: dict[str, Any], **fields: Any) -> None:
         """Write one measured record."""
@@ -304,6 +307,7 @@ def session_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layouts", default="", help="of single, kvpN, tpN, kvpNtpM; default: all ranks along the sequence")
     add("--graphs", choices=("auto", "on", "off"), default="auto")
     add("--merge", default="auto", help="as parallel.merge")
+    add("--reduce", default="auto", help="as parallel.reduce")
     add("--option", action="append", default=[], help="section.key=value of the engine's config, may be repeated")
     add("--prefill-slice", type=int, default=2048)
 
