@@ -4,8 +4,9 @@
 """
 
 from distdec.cache.allocator import CacheCorrupt, ChunkAllocator
-from distdec.cache.kv_cache import CacheFull, CacheStats, KVCache
+from distdec.cache.kv_cache import CacheFull, KVCache
 from distdec.cache.layout import CacheLayout, Chunk, PlannedChunk, View, plan_chunks
+from distdec.cache.stats import CacheStats
 
 __all__ = [
     "CacheCorrupt",

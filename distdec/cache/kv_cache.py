@@ -7,7 +7,6 @@ it gives the same views everywhere, so ranks agree without communication.
 import operator
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
@@ -17,7 +16,8 @@ from distdec.cache.layout import MAX_INDEX, CacheLayout, View
 from distdec.cache.ledger import ChunkLedger
 from distdec.cache.placement import Placer
 from distdec.cache.prefix import ChunkState, Match, PrefixIndex, token_bytes
-from distdec.cache.sequence import Int32Array, Int64Array, Sequence, ViewTable, fragments
+from distdec.cache.sequence import Int32Array, Int64Array, Origin, Sequence, ViewTable, fragments
+from distdec.cache.stats import CacheStats
 
 TokenIds = SequenceOf[int] | np.ndarray[Any, Any]
 
@@ -35,40 +35,6 @@ class CacheFull(RuntimeError):
         super().__init__(message)
         self.needed = needed
         self.available = available
-
-
-@dataclass(frozen=True)
-class CacheStats:
-    """Where the frames are; tuples have one entry for each kvp rank.
-
-    Attributes:
-        free_frames: in no chunk.
-        cached_frames: only kept for prefix hits; evicted when needed, so they count as free.
-        spare_frames: reserved ahead by growing sequences; taken back when needed, so they count as free.
-        used_frames: hold tokens of live sequences. Free, cached, spare and used add up to the pool.
-        tokens: tokens of live sequences, shared ones once for each sequence: what attention reads.
-        stored_tokens: the same, shared ones once: what memory holds.
-        internal_waste: share of the slots in used frames that hold no token.
-        external_fragmentation: share of the free frames that lie outside blocks of `max_chunk` but need not.
-        num_sequences: live sequences.
-        prefix_queries, prefix_hits: tokens looked up and found by `add`.
-        published_pages: pages that can be found now.
-        evicted_chunks: chunks evicted so far.
-    """
-
-    free_frames: tuple[int, ...]
-    cached_frames: tuple[int, ...]
-    spare_frames: tuple[int, ...]
-    used_frames: tuple[int, ...]
-    tokens: tuple[int, ...]
-    stored_tokens: tuple[int, ...]
-    internal_waste: float
-    external_fragmentation: float
-    num_sequences: int
-    prefix_queries: int
-    prefix_hits: int
-    published_pages: int
-    evicted_chunks: int
 
 
 class KVCache:
@@ -248,6 +214,35 @@ class KVCache:
         # from the tail, so that the least recently used chunk is the one whose pages depend on the others
         self.truncate(seq_id, 0)
         del self._sequences[seq_id]
+
+    def origin(self, seq_id: int) -> Origin:
+        """Return what `place` needs to give a sequence's tokens to the same ranks again."""
+        seq = self._get(seq_id)
+        return Origin(seq.root, tuple(seq.keys), seq.runs())
+
+    def can_place(self, origin: Origin, more: int, rows: SequenceOf[tuple[int, int]] = ()) -> bool:
+        """Say whether `place` and `more` tokens behind fit beside `rows`, as `can_extend` has them; changes nothing."""
+        frames, needs = self._placer.frames_of(origin.runs, more)
+        return all(need <= self._ledger.available(rank) for rank, need in needs.items()) and self.can_extend(
+            rows, frames
+        )
+
+    def place(self, seq_id: int, origin: Origin) -> None:
+        """Register a sequence again: as many tokens on the same ranks in the same order, in slots still to be written.
+
+        Raises:
+            CacheFull: a rank has too few frames; nothing was changed.
+            ValueError: the sequence is in the cache already.
+        """
+        if seq_id in self._sequences:
+            raise ValueError(f"sequence {seq_id} is in the cache already")
+        for rank, need in self._placer.frames_of(origin.runs)[1].items():
+            if need > (available := self._ledger.available(rank)):
+                raise CacheFull(f"{need} frames of rank {rank} are needed, {available} available", need, available)
+        seq = Sequence(seq_id, self.layout.num_ranks, self.layout.min_chunk, origin.root)
+        seq.keys = list(origin.keys)
+        self._sequences[seq_id] = seq
+        self._placer.put(seq, origin.runs)
 
     def commit_pages(self, seq_id: int, token_ids: TokenIds, start: int = 0) -> None:
         """Publish the full pages among a sequence's tokens from position `start` on, whose KV is now written.

@@ -65,6 +65,32 @@ class Placer:
             for rank, run, _ in list(self._runs(seq, count)):
                 self._fill(seq, run, rank)
 
+    def put(self, seq: Sequence, runs: Iterable[tuple[int, int]]) -> None:
+        """Grow a sequence without tokens by runs of (rank, tokens) for which the ranks have room."""
+        for rank, count in runs:
+            self._fill(seq, count, rank)
+
+    def frames_of(self, runs: Iterable[tuple[int, int]], more: int = 0) -> tuple[int, dict[int, int]]:
+        """Return the frames that runs take with `more` tokens behind them, and those that they take of each rank.
+
+        Exact, where neighbouring runs lie on different ranks: each then begins a frame, as does the home boundary.
+
+        Example: frames of 16, runs (0, 20), (1, 30), (0, 4) and 13 more: 2 + 2 + 2 frames; 3 of rank 0 and 2 of rank 1.
+        """
+        needs: dict[int, int] = {}
+        start = stop = total = last = 0
+        for rank, count in runs:
+            start, stop = stop, stop + count
+            last = self._frames_between(start, stop)
+            needs[rank] = needs.get(rank, 0) + last
+            total += last
+        return total - last + self._frames_between(start, stop + more), needs
+
+    def _frames_between(self, start: int, stop: int) -> int:
+        """Return the frames of tokens `[start, stop)`, the first of which begins one."""
+        home, size = min(max(self._home, start), stop), self._min_chunk
+        return -(-(home - start) // size) + -(-(stop - home) // size)
+
     def _stay(self, seq: Sequence, count: int) -> bool:
         """Extend inside the frame in which the sequence ends, if it can be: `_fill` for nearly all rows of a step.
 

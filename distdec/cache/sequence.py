@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -104,6 +104,19 @@ class ViewTable:
         self._window.flags.writeable = False
 
 
+class Origin(NamedTuple):
+    """What outlives a sequence that shall come back to the ranks it left.
+
+    Attributes:
+        root, keys: the sequence's.
+        runs: (rank, tokens), in token order; neighbours lie on different ranks.
+    """
+
+    root: bytes
+    keys: tuple[bytes, ...]
+    runs: tuple[tuple[int, int], ...]
+
+
 class Sequence:
     """One sequence: its spans in token order and what is derived of them, kept by increments.
 
@@ -167,6 +180,14 @@ class Sequence:
                 if span.rank == kvp_rank:
                     table.append(*self._row(span))
         return table
+
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Return (rank, tokens) of each stretch of tokens on one rank, in token order."""
+        runs: list[tuple[int, int]] = []
+        for span in self.spans:
+            before = runs.pop()[1] if runs and runs[-1][0] == span.rank else 0
+            runs.append((span.rank, before + span.length))
+        return tuple(runs)
 
     def views(self) -> list[View]:
         """Return the views in token order."""
