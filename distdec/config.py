@@ -148,6 +148,13 @@ class CacheConfig:
     prefix_caching: bool = field(
         default=True, metadata=_help("start a prompt on the pages of its longest prefix that is still in the cache")
     )
+    host_gb: float = field(
+        default=0.0,
+        metadata=_help(
+            "GiB of host memory a rank takes for the KV of preempted requests, kept there where moving it takes less "
+            "time than to compute it again; 0: off"
+        ),
+    )
     weights: tuple[int, ...] | None = field(
         default=None, metadata=_help("share of the tokens each kvp rank takes, one integer a rank; null: even")
     )
@@ -155,6 +162,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _check_int("cache.max_tokens", self.max_tokens, 0, None)
         _check_float("cache.memory_gb", self.memory_gb, 0.0, MAX_MEMORY_GB)
+        _check_float("cache.host_gb", self.host_gb, 0.0, MAX_MEMORY_GB)
         _check_float("cache.memory_fraction", self.memory_fraction, 0.0, 1.0, open_low=True)
         _check_int("cache.min_chunk", self.min_chunk, 1, None)
         _check_int("cache.page_size", self.page_size, 1, None)

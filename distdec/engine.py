@@ -118,14 +118,16 @@ class Engine:
         self.max_positions = text_config.max_position_embeddings
         self.eos_ids = frozenset(model_eos_ids(runner.model) if eos_ids is None else eos_ids)
         config = config or SchedulerConfig()
+        parking = self.cache.host and self.cache.host.parking
         self.scheduler = Scheduler(
             config,
             self.cache.kv,
             self.eos_ids,
             prefix_caching=self.cache.prefix_caching,
             lookahead=config.lookahead and runner.logits_agree,
+            host=parking,
         )
-        self.replay = Replay(self.cache.kv, self.cache.prefix_caching)
+        self.replay = Replay(self.cache.kv, self.cache.prefix_caching, parking)
         self.tokenizer = tokenizer
         self.peak_tokens = 0
         self._live: dict[int, _Live] = {}
@@ -202,6 +204,8 @@ class Engine:
             if plan.late:
                 self._tell(plan.late)
             self.replay.admit(plan)
+        if self.cache.host is not None:
+            self.cache.host.carry()
         if plan.kind is PlanKind.HOLD:
             return None
         batch = self._reserve(plan)

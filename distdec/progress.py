@@ -77,12 +77,14 @@ class SchedulerStats:
     Attributes:
         looked_up_tokens, hit_tokens: of the requests admitted, and how many of them were cached.
         preemptions: requests put back.
+        offloads: how many of them were kept in host memory.
         delayed_steps: steps in which prompts waited for the deadline of decode rows.
     """
 
     looked_up_tokens: int = 0
     hit_tokens: int = 0
     preemptions: int = 0
+    offloads: int = 0
     delayed_steps: int = 0
 
     @property

@@ -1,6 +1,7 @@
 """Do to a rank's integer cache what a plan says: free, admit, and publish what its rows have filled. No torch."""
 
 from distdec.cache.kv_cache import KVCache
+from distdec.cache.parking import Parking
 from distdec.request import StepPlan
 
 
@@ -10,22 +11,32 @@ class Replay:
     Args:
         cache: this rank's.
         publish: let later prompts find the pages of earlier ones.
+        host: where preempted requests may be kept.
     """
 
-    def __init__(self, cache: KVCache, publish: bool = True) -> None:
+    def __init__(self, cache: KVCache, publish: bool = True, host: Parking | None = None) -> None:
         """Start with an empty cache."""
         self.cache = cache
         self._publish = publish
+        self._host = host
         # of each sequence, where its first page not yet published starts, and the tokens from there on
         self._tails: dict[int, tuple[int, list[int]]] = {}
 
     def admit(self, plan: StepPlan) -> None:
         """Free and admit; not on rank 0, whose scheduler does so as it decides."""
-        keys = {hit.request_id: hit.key for hit in plan.hits}
+        host, keys = self._host, {hit.request_id: hit.key for hit in plan.hits}
         for request_id in plan.free:
-            self.cache.free(request_id, request_id in plan.withdraw)
+            if host is not None and request_id in host:
+                host.drop(request_id)
+            elif host is not None and request_id in plan.offload:
+                host.park(request_id)
+            else:
+                self.cache.free(request_id, request_id in plan.withdraw)
         for request_id in plan.admit:
-            self.cache.adopt(request_id, keys.get(request_id, b""))
+            if host is not None and request_id in plan.restore:
+                host.bring_back(request_id)
+            else:
+                self.cache.adopt(request_id, keys.get(request_id, b""))
 
     def publish(self, plan: StepPlan) -> None:
         """Publish the pages that a step has filled, after it was launched, on every rank.
@@ -36,7 +47,9 @@ class Replay:
             return
         size = self.cache.layout.page_size
         for request_id in plan.free:
-            self._tails.pop(request_id, None)
+            # who comes back from the host goes on in the middle of a page
+            if request_id not in plan.restore and not (self._host is not None and request_id in self._host):
+                self._tails.pop(request_id, None)
         tails = self._tails
         for request_id, start, token_ids, _ in plan.rows:
             # a hit ends with a page, so the first row of a sequence starts one

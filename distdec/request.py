@@ -17,7 +17,7 @@ from numbers import Integral
 from typing import NamedTuple
 
 MAGIC = 0x64697374646563  # "distdec" in ASCII
-VERSION = 3
+VERSION = 4
 PENDING = -1
 """Token id of a row whose token is not known yet: the one that the step before chooses, on the device."""
 GREEDY_TEMPERATURE = 1e-5  # dividing logits by less overflows float32 to NaN; such a temperature means greedy
@@ -178,7 +178,8 @@ class StepPlan:
     """What every rank does in one step, in this order: free, admit, reserve the rows' tokens, run the rows.
 
     Rows of one token that need logits come first (decode rows), prefill slices after them. `withdraw` names those of
-    `free` whose cached pages nobody shall find again; `hits` those of `admit` that start on cached pages.
+    `free` whose cached pages nobody shall find again; `hits` those of `admit` that start on cached pages. `offload`
+    names those of `free` whose keys and values go to host memory, `restore` those of `admit` that come back from there.
 
     Where a plan is `followed`, another one comes before this one's tokens are read. It has the same rows, one token
     further on and pending, or is a HOLD; the plan after it then tells in `late` what those tokens were.
@@ -193,6 +194,8 @@ class StepPlan:
     hits: tuple[Hit, ...] = ()
     followed: bool = False
     late: tuple[int, ...] = ()
+    offload: tuple[int, ...] = ()
+    restore: tuple[int, ...] = ()
 
     @property
     def pending(self) -> bool:
@@ -226,7 +229,7 @@ class StepPlan:
         """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
 
         Example: a decode row (request 7, position 12, token 99) alone in step 3 encodes, after the three header
-        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0]`.
+        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0, 0, 0]`.
         """
         body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
         for request_id, start, token_ids, needs_logits in self.rows:
@@ -236,6 +239,7 @@ class StepPlan:
         for hit in self.hits:
             body += hit.words()
         body += [int(self.followed), len(self.late), *self.late]
+        body += [len(self.offload), *self.offload, len(self.restore), *self.restore]
         return [MAGIC, VERSION, _checksum(body), *body]
 
     @classmethod
@@ -266,9 +270,11 @@ class StepPlan:
             request_id, *words = reader.take(5)
             hits.append(Hit(request_id, struct.pack("<4q", *words)))
         followed, late = bool(reader.one()), reader.take(reader.one())
+        offload, restore = reader.take(reader.one()), reader.take(reader.one())
         if not reader.at_end:
             raise ValueError("step plan longer than its own lengths say")
-        return cls(step, PlanKind(kind), free, admit, tuple(rows), withdraw, tuple(hits), followed, late)
+        told = (tuple(rows), withdraw, tuple(hits), followed, late, offload, restore)
+        return cls(step, PlanKind(kind), free, admit, *told)
 
 
 class _Reader:

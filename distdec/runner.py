@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
-from distdec.capacity import choose_max_tokens
+from distdec.capacity import GIB, choose_max_tokens
 from distdec.config import Config
 from distdec.hf.attention import bind_engine
 from distdec.hf.sharding import merge_for, rank_sum_of, sharding_of
@@ -359,6 +359,7 @@ def _make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype
         shard_min_tokens=options.shard_min_tokens,
         windows=geometry.windows,
         prefix_caching=options.prefix_caching,
+        host_bytes=int(options.host_gb * GIB),
         backend=config.backend.name,
     )
 

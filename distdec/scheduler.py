@@ -8,21 +8,22 @@ outstanding: exactly one token for a request that decodes, more for one whose pr
 computed again. So one rule serves prefill, decode and recomputation.
 
 Requests are admitted with room to grow by `reserve_tokens`, not to their last token. When a step would not fit, the
-last in order is preempted: its sequence is freed, its tokens stay, and it waits again at its old place. The first in
-order is never preempted while another runs, so it always gets on, and a request that fits the cache alone ends.
+last in order is preempted: its sequence is freed, its tokens stay, and it waits again at its old place. Its KV is
+computed again, or goes to host memory and comes back where that takes less time. The first in order is never preempted
+while another runs, so it always gets on, and a request that fits the cache alone ends.
 """
 
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import inf
-from typing import Protocol
 
-from distdec.cache.prefix import Match
+from distdec.cache.parking import Parking
 from distdec.config import SchedulerConfig
 from distdec.progress import RequestState, SchedulerStats, TokenEvent, load_of
-from distdec.request import PENDING, FinishReason, Hit, PlanKind, Request, Row, StepPlan
+from distdec.request import PENDING, FinishReason, PlanKind, Request, Row, StepPlan
+from distdec.residence import Capacity, Residence
 from distdec.step_cost import StepCost, StepLoad
 
 MIN_SLICE = 16
@@ -35,26 +36,6 @@ MARGIN = 0.9
 """Share of the deadline that a step is planned for: predictions are off by some percent, more so at first."""
 
 
-class Capacity(Protocol):
-    """What the scheduler asks of the cache, and does to it."""
-
-    def can_extend(self, needs: Sequence[tuple[int, int]], reserved: int = 0) -> bool:
-        """Say whether all (request_id, more tokens) fit together; a request that is not there yet holds nothing."""
-        ...
-
-    def match(self, token_ids: Sequence[int]) -> Match:
-        """Return what of a prompt is cached."""
-        ...
-
-    def adopt(self, request_id: int, key: bytes) -> int:
-        """Start a request on the pages of a match."""
-        ...
-
-    def free(self, request_id: int, withdraw: bool = False) -> None:
-        """Forget a request's sequence."""
-        ...
-
-
 class Scheduler:
     """Serve requests in order of arrival and priority, as many at once as the cache has room for.
 
@@ -64,6 +45,7 @@ class Scheduler:
         eos_ids: tokens that end a request unless it ignores them.
         prefix_caching: look prompts up in the cache.
         lookahead: steps may be planned before the tokens of the one before are known; see `ahead`.
+        host: where preempted requests may be kept; None: all are computed again.
         clock: seconds, never going back; for arrivals, timeouts and the time of steps.
     """
 
@@ -75,15 +57,16 @@ class Scheduler:
         *,
         prefix_caching: bool = True,
         lookahead: bool = False,
+        host: Parking | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.cache = cache
         self.eos_ids = frozenset(eos_ids)
-        self.prefix_caching = prefix_caching
         self.lookahead = lookahead
         self.clock = clock
         self.stats = SchedulerStats()
+        self.places = Residence(cache, prefix_caching=prefix_caching, host=host)
         self.cost = StepCost()
         self.waiting: list[RequestState] = []
         self.running: dict[int, RequestState] = {}
@@ -91,10 +74,6 @@ class Scheduler:
         self._ids: set[int] = set()
         self._to_free: list[int] = []
         self._tainted: set[int] = set()
-        # done to rank 0's cache, and not yet told to the others: a plan that fails must not lose it
-        self._freed: list[int] = []
-        self._admitted: list[int] = []
-        self._hits: list[Hit] = []
         self._step = 0
         self._num_added = 0
         # nothing was freed since the head of the queue was found not to fit: asking again is wasted
@@ -142,8 +121,8 @@ class Scheduler:
         began = self.clock()
         self._expire(began)
         while self._to_free:
-            self._free(self._to_free[0])
-            del self._to_free[0]
+            self.places.free(self._to_free[0], self._to_free[0] in self._tainted)
+            self._tainted.discard(self._to_free.pop(0))
         counts = self._make_room()
         if counts is None or (self.waiting and not self._blocked):
             if counts is not None or not self.running:
@@ -159,17 +138,24 @@ class Scheduler:
         # all decode rows run, so who is left has a prompt
         self._waits = not load.prefill_tokens and len(rows) < len(self.running)
         timed_before, self._timed = self._timed, any(row.needs_logits for row in rows)
-        self._under_way[self._step] = load, began, self._timed and timed_before
-        withdraw = tuple(request_id for request_id in self._freed if request_id in self._tainted)
         kind = PlanKind.RUN if self.has_work else PlanKind.DONE
-        freed, admitted, hits = tuple(self._freed), tuple(self._admitted), tuple(self._hits)
-        plan = StepPlan(self._step, kind, freed, admitted, rows, withdraw, hits)
+        plan = StepPlan(self._step, kind, rows=rows, **self.places.changes()._asdict())
+        copies = bool(plan.offload or plan.restore)
+        self._under_way[self._step] = load, began, self._timed and timed_before and not copies
         if self._goes_on(plan, 2):
             plan = replace(plan, followed=True)
-        self._tainted.difference_update(withdraw)
-        self._freed, self._admitted, self._hits = [], [], []
+        self.places.clear()
+        self._count(plan)
         self._step += 1
         return plan
+
+    def _count(self, plan: StepPlan) -> None:
+        self.stats.offloads += len(plan.offload)
+        for request_id in plan.admit:
+            # of a plan that failed, some may have ended since
+            if request_id in self.running and request_id not in plan.restore:
+                self.stats.looked_up_tokens += self.running[request_id].num_tokens
+                self.stats.hit_tokens += self.running[request_id].num_computed
 
     def ahead(self, plan: StepPlan) -> StepPlan:
         """Return the step behind `plan`, whose tokens are not known yet, or a HOLD where it has to wait for them.
@@ -214,10 +200,6 @@ class Scheduler:
         for state in [state for state in (*self.waiting, *self.running.values()) if state.expires <= now]:
             self.finish(state.request_id, FinishReason.TIMEOUT)
 
-    def _free(self, request_id: int) -> None:
-        self.cache.free(request_id, request_id in self._tainted)
-        self._freed.append(request_id)
-
     def _make_room(self) -> list[tuple[RequestState, int]] | None:
         """Preempt, last in order first, until the rows of this step fit. Returns them, or None if any was preempted.
 
@@ -234,10 +216,8 @@ class Scheduler:
         return None if preempted else counts
 
     def _preempt(self, state: RequestState) -> None:
-        request_id = state.request_id
-        self._free(request_id)
-        del self.running[request_id]
-        state.num_computed = 0
+        self.places.leave(state, self.cost.prefill_ms(state.num_computed, self.config.prefill_slice))
+        del self.running[state.request_id]
         state.num_preemptions += 1
         self.stats.preemptions += 1
         self._queue(state)
@@ -248,33 +228,14 @@ class Scheduler:
         pending = sum(state.num_outstanding > 1 for state in self.running.values())
         while self.waiting and len(self.running) < self.config.max_rows and pending < self.config.max_pending_prefills:
             state = self.waiting[0]
-            request_id, match = state.request_id, self._match(state)
-            wanted = state.num_to_reserve(reserve)
-            # one frame more than the pages: a frame boundary may fall differently behind them
-            pinned = match.frames + 1 if match.num_tokens else 0
-            fits = self.cache.can_extend([*needs, (request_id, wanted - match.num_tokens)], pinned)
-            if not fits and not self.running and match.num_tokens:
-                match = Match(0, b"", 0)
-                fits = self.cache.can_extend([(request_id, wanted)])
-            if not fits:
+            if not self.places.enter(state, reserve, needs):
                 self._blocked = True
                 break
-            state.num_computed = self.cache.adopt(request_id, match.key)
-            self._admitted.append(request_id)
-            if match.key:
-                self._hits.append(Hit(request_id, match.key))
             del self.waiting[0]
-            self.running[request_id] = state
-            self.stats.looked_up_tokens += state.num_tokens
-            self.stats.hit_tokens += state.num_computed
-            needs.append((request_id, state.num_to_reserve(reserve)))
+            self.running[state.request_id] = state
+            needs.append((state.request_id, state.num_to_reserve(reserve)))
             pending += state.num_outstanding > 1
         self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
-
-    def _match(self, state: RequestState) -> Match:
-        if not self.prefix_caching or state.cold:
-            return Match(0, b"", 0)
-        return self.cache.match((*state.request.prompt_ids, *state.output_ids))
 
     def _counts(self) -> list[tuple[RequestState, int]]:
         """Return this step's tokens of each running request: decode rows, then slices, each in order."""
@@ -376,6 +337,8 @@ class Scheduler:
             if state is None:
                 return False
             self.waiting.remove(state)
+            if self.places.is_parked(request_id):
+                self._to_free.append(request_id)
         self._blocked = False
         state.finish_reason = reason
         self.finished[request_id] = state

@@ -10,6 +10,7 @@ from distdec.batch import MAX_DECODE_TOKENS, StepBatch, StepBuffers
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.layout import CacheLayout, _chunk_sizes, _integer
 from distdec.cache.pool import KVPool
+from distdec.host_pool import HostPool
 from distdec.mesh import Mesh
 from distdec.ops.backends import OpsBackend, get_backend
 from distdec.row_tables import NO_PADDING, Padding
@@ -35,6 +36,7 @@ class ShardedCache:
         backend: ops backend name, `auto`, `reference` or `triton`.
         placement: test-only hook `(seq_id, position) -> kvp_rank`.
         prefix_caching: whether an engine shall share the pages of equal prefixes.
+        host_bytes: host memory that this rank takes to keep preempted requests of an engine; 0: none.
 
     Raises:
         ValueError: neither or both of `max_tokens` and `num_frames`, a size below 1, a dtype that cannot be stored, or
@@ -66,6 +68,7 @@ class ShardedCache:
         backend: str | OpsBackend = "auto",
         placement: Callable[[int, int], int] | None = None,
         prefix_caching: bool = True,
+        host_bytes: int = 0,
     ) -> None:
         if (max_tokens is None) == (num_frames is None):
             raise ValueError(
@@ -98,6 +101,7 @@ class ShardedCache:
         self.kv = KVCache(self.layout, placement=placement)
         slots = self.layout.num_frames[mesh.kvp_rank] * min_chunk
         self.pool = KVPool(num_layers, slots, num_kv_heads, head_dim, dtype, mesh.device, v_head_dim=v_head_dim)
+        self.host = HostPool(self.kv, self.pool, mesh.kvp_rank, host_bytes) if host_bytes else None
         self.backend = get_backend(backend, mesh.device) if isinstance(backend, str) else backend
         self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, windows=windows, device=mesh.device)
         self.buffers.schedule_for(self.pool)

@@ -78,6 +78,18 @@ class StepCost:
         per_token = self._features(StepLoad(0, 0, 1, start)) @ self._factors - self._factors[0]
         return None if per_token <= 0.0 else int((deadline_ms - base) / per_token)
 
+    def prefill_ms(self, num_tokens: int, slice_tokens: int) -> float | None:
+        """Return by how much longer steps take that run a prompt beside others; None: nothing is known of it.
+
+        Example: 1,024 tokens in slices of 512: 1,024 prefill tokens, half of them at position 512.
+        """
+        if not self._mixed:
+            return None
+        full, rest = divmod(num_tokens, slice_tokens)
+        work = full * (full - 1) // 2 * slice_tokens**2 + rest * full * slice_tokens
+        whole = self.predict(StepLoad(0, 0, num_tokens, work))
+        return None if whole is None else whole - float(self._factors[0])
+
     def _fit(self) -> None:
         """Minimise the squares of (predicted / seen - 1) over factors that are not negative, one factor at a time."""
         rows = np.array([*self._plain, *self._mixed])

@@ -243,6 +243,7 @@ def report(config: Config, job: boot.Job, engine: Any, completions: list[Any], p
         console.say(
             f"prefix cache: {counts.hit_tokens} of {counts.looked_up_tokens} prompt tokens hit "
             f"({100 * counts.hit_rate:.0f}%); {counts.preemptions} preemptions"
+            + (f", {counts.offloads} of them to host memory" if counts.offloads else "")
         )
     if seeds := {done.seed for done, p in zip(completions, prompts, strict=True) if not p.sampling.greedy}:
         console.say(f"seed {seeds.pop()}" if len(seeds) == 1 else "seeds are in the output file")

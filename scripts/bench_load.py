@@ -100,6 +100,7 @@ class Load:
             "peak_kv_use": round(self.kv_use, 4),
             "prefix_hit_rate": round(stats.hit_rate, 4),
             "preemptions": stats.preemptions,
+            "offloads": stats.offloads,
             "delayed_steps": stats.delayed_steps,
         }
 
@@ -121,7 +122,7 @@ def measure(bench: Bench, section: str) -> None:
     arrivals = WORKLOADS[section](args, sizes(name, bench.smoke)["vocab_size"])
     for layout, kvp, tp in layouts(bench, args.layouts):
         config = {"model": name, "layout": layout, "kvp": kvp, "tp": tp, "dtype": str(dtype).removeprefix("torch.")}
-        keys = ("prefill_slice", "token_budget", "max_rows", "max_pending", "deadline", "graphs")
+        keys = ("prefill_slice", "token_budget", "max_rows", "max_pending", "deadline", "graphs", "host_gb")
         config |= {key: getattr(args, key) for key in keys} | {"workload": section, "requests": len(arrivals)}
         config |= {"input_tokens": sum(len(a.prompt) for a in arrivals), "output_tokens": sum(a.new for a in arrivals)}
         with bench.point(section, config, layout) as go:
@@ -148,7 +149,7 @@ def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dt
     """Build a random model and an engine whose cache holds what the workload needs, or `--kv-tokens`."""
     requests = [Request(i, tuple(arrival.prompt), greedy(arrival.new)) for i, arrival in enumerate(arrivals)]
     config = Config(
-        cache=CacheConfig(prefix_caching=not args.no_prefix_caching),
+        cache=CacheConfig(prefix_caching=not args.no_prefix_caching, host_gb=args.host_gb),
         scheduler=SchedulerConfig(
             prefill_slice=args.prefill_slice,
             token_budget=args.token_budget,
@@ -175,6 +176,7 @@ def main(argv: list[str] | None = None) -> int:
         add("--output-len", type=int, default=128)
         add("--rate", type=float, default=4.0, help="poisson, sharegpt: requests a second")
         add("--kv-tokens", type=int, default=0, help="tokens of cache; 0: what the workload needs")
+        add("--host-gb", type=float, default=0.0, help="GiB of host memory of a rank for preempted requests")
         add("--prefill-slice", type=int, default=2048)
         add("--token-budget", type=int, default=4096)
         add("--max-rows", type=int, default=64)

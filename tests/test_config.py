@@ -52,6 +52,7 @@ NAN, INF = float("nan"), float("inf")
         (lambda: CacheConfig(max_chunk=2048), r"one of \[128, 256, 512, 1024\].*got 2048"),
         (lambda: CacheConfig(page_size=48), "cache.page_size=48 must divide cache.min_chunk=128"),
         (lambda: CacheConfig(memory_gb=-1.0), "cache.memory_gb must be a finite number, at least 0 and .* got -1.0"),
+        (lambda: CacheConfig(host_gb=-1.0), "cache.host_gb must be a finite number, at least 0 and .* got -1.0"),
         (lambda: CacheConfig(memory_gb=1e300), r"cache.memory_gb must be .* at most 1e\+06, got 1e\+300"),
         (lambda: CacheConfig(memory_fraction=1.5), "at most 1, got 1.5"),
         (lambda: CacheConfig(weights=(1, 0)), "cache.weights must be at least 1, got 0"),

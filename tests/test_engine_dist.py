@@ -249,11 +249,11 @@ def refusals(folder):
         told = [message_of(engine.generate, [([1, 2, 3], GREEDY), (prompt, GREEDY)]) for prompt in bad]
         assert not engine.scheduler.has_work, "what was added beside a refused prompt is still there"
         if mesh.is_leader:
-            engine.scheduler.cache = None  # a fault in planning
+            engine.scheduler.places.cache = None  # a fault in planning
             engine.add([1, 2], GREEDY)
         told.append(message_of(engine.step))
         if mesh.is_leader:
-            engine.scheduler.cache = engine.cache.kv
+            engine.scheduler.places.cache = engine.cache.kv
         engine.generate([])
         done = engine.generate([(prompt, GREEDY) for prompt in make_prompts()])
         return told, [list(one.token_ids) for one in done], freed(engine)

@@ -17,6 +17,8 @@ plans = st.builds(
     st.lists(rows, max_size=4).map(tuple),
     st.lists(ids, max_size=4).map(tuple),
     st.lists(st.builds(Hit, ids, st.binary(min_size=32, max_size=32)), max_size=3).map(tuple),
+    st.booleans(),
+    *[st.lists(ids, max_size=4).map(tuple) for _ in range(3)],
 )
 
 
@@ -29,7 +31,7 @@ def test_a_plan_comes_back_from_its_integers(plan):
 
 def test_the_worked_example_of_the_wire_format():
     plan = StepPlan(3, rows=(Row(7, 12, (99,), True),))
-    assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0]
+    assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0, 0, 0]
 
 
 @given(plans, st.data())
@@ -50,7 +52,7 @@ def test_a_plan_of_another_length_is_refused(change):
 
 def test_a_plan_of_another_version_names_both():
     words = StepPlan(1).encode()
-    with pytest.raises(ValueError, match="version 9, this rank reads version 3"):
+    with pytest.raises(ValueError, match="version 9, this rank reads version 4"):
         StepPlan.decode([MAGIC, 9, *words[2:]])
 
 

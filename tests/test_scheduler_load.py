@@ -1,12 +1,14 @@
 """The scheduler on a clock of its own: deadlines, priorities, starvation, timeouts; and against the real cache."""
 
 import itertools
+import math
 import random
 
 import pytest
 
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.layout import CacheLayout
+from distdec.cache.parking import Parking
 from distdec.config import SchedulerConfig
 from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
@@ -15,15 +17,18 @@ from distdec.step_cost import LEAST_STEPS, StepCost, StepLoad
 
 
 class Machine:
-    """A scheduler, the caches of its ranks, and a clock that a step moves by `cost(plan)` milliseconds."""
+    """A scheduler, the caches and hosts of its ranks, and a clock that a step moves by `cost(plan)` milliseconds."""
 
-    def __init__(self, cost=lambda plan: 1.0, frames=(400, 400), frame=8, **config):
+    def __init__(self, cost=lambda plan: 1.0, frames=(400, 400), frame=8, page_size=2, host_frames=0, **config):
         fields = {"prefill_slice": 64, "token_budget": 256, "max_rows": 16, "decode_deadline_ms": 0} | config
-        layout = CacheLayout(num_frames=frames, min_chunk=frame, max_chunk=4 * frame, page_size=2)
+        layout = CacheLayout(num_frames=frames, min_chunk=frame, max_chunk=4 * frame, page_size=page_size)
         self.caches = [KVCache(layout) for _ in frames]
-        self.replays = [Replay(cache) for cache in self.caches]
+        self.hosts = [Parking(cache, rank, host_frames) for rank, cache in enumerate(self.caches)]
+        self.replays = [Replay(cache, host=host) for cache, host in zip(self.caches, self.hosts, strict=True)]
         self.now, self.cost, self.added = 0.0, cost, 0
-        self.scheduler = Scheduler(SchedulerConfig(**fields), self.caches[0], clock=lambda: self.now)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**fields), self.caches[0], host=self.hosts[0], clock=lambda: self.now
+        )
         self.token_times = {}
         self.ended = {}
 
@@ -198,12 +203,22 @@ def test_the_first_in_order_gets_on_in_every_step_while_others_are_preempted():
     assert machine.scheduler.stats.preemptions >= 4
 
 
-def storm(num_requests, seed):
-    """Random requests with common prefixes arrive, grow, are cancelled and time out, in a cache that is too small."""
+def storm(num_requests, seed, host_frames=0):
+    """Random requests with common prefixes arrive, grow, are cancelled and time out, in a cache that is too small.
+
+    Where there is a host, the cheaper way of a preemption is drawn.
+    """
     chance = random.Random(seed)
     machine = Machine(
-        lambda plan: chance.uniform(1, 40), frames=(9, 7, 8), reserve_tokens=3, max_rows=8, prefill_slice=12
+        lambda plan: chance.uniform(1, 40),
+        frames=(9, 7, 8),
+        host_frames=host_frames,
+        reserve_tokens=3,
+        max_rows=8,
+        prefill_slice=12,
     )
+    machine.hosts[0].ms_per_token = 1.0
+    machine.scheduler.cost.prefill_ms = lambda num_tokens, slice_tokens: chance.choice([0.0, math.inf, math.inf])
     stems = [[chance.randrange(9) for _ in range(60)] for _ in range(5)]
     alive = []
     while machine.added < num_requests or machine.scheduler.has_work:
@@ -223,14 +238,19 @@ def storm(num_requests, seed):
     stats = machine.caches[0].stats()
     assert stats.num_sequences == 0
     assert sum(stats.free_frames) + sum(stats.cached_frames) == 24, "frames leaked"
+    assert machine.hosts[0].frames == [0, 0, 0], "host memory leaked"
     return machine.scheduler.stats
 
 
 def agree(machine):
     machine.scheduler.check_integrity()
     first = machine.caches[0]
-    for cache in machine.caches:
+    for cache, host in zip(machine.caches, machine.hosts, strict=True):
         cache.check_integrity()
+        assert host.frames == machine.hosts[0].frames
+        assert [i for i in range(machine.added) if i in host] == [
+            i for i in range(machine.added) if i in machine.hosts[0]
+        ]
         assert [cache.views(i) for i in cache.sequences()] == [first.views(i) for i in first.sequences()]
         parts = [s.free_frames + s.cached_frames + (s.evicted_chunks, s.published_pages) for s in [cache.stats()]]
         stats = first.stats()
@@ -246,9 +266,17 @@ def test_random_requests_in_a_small_cache_all_end_and_every_rank_agrees():
     check_storm(storm(300, seed=1))
 
 
+@pytest.mark.parametrize("host_frames", [2, 9])
+def test_random_requests_of_which_some_wait_on_the_host_all_end_and_every_rank_agrees(host_frames):
+    stats = storm(300, 3, host_frames)
+    check_storm(stats)
+    assert 5 < stats.offloads < stats.preemptions
+
+
 @pytest.mark.slow
 def test_ten_thousand_random_requests_in_a_small_cache_all_end_and_every_rank_agrees():
     check_storm(storm(10_000, seed=2))
+    check_storm(storm(10_000, seed=4, host_frames=5))
 
 
 def test_the_cost_of_steps_is_learned_and_follows_a_change():
@@ -273,3 +301,22 @@ def test_the_cost_of_steps_is_learned_and_follows_a_change():
         room = cost.room(StepLoad(16, 64000), 30000, 30.0)
         exact = (30.0 / factor - 3.0 - 1.6 - 0.64) / (0.05 + 2e-6 * 30000)
         assert room == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slice_tokens", "work"),
+    [(100, 512, 0), (1024, 512, 512 * 512), (1100, 512, 512 * 512 + 76 * 1024)],
+)
+def test_a_prompt_costs_its_tokens_and_their_positions_beside_others(tokens, slice_tokens, work):
+    cost = StepCost()
+    for rows in range(LEAST_STEPS):
+        cost.learn(StepLoad(rows), 5.0)
+    assert cost.prefill_ms(tokens, slice_tokens) is None, "no step with a prompt was seen"
+    for count in (64, 128, 512, 512, 300):
+        for start in (0, 1000, 50_000):
+            cost.learn(StepLoad(2, 0, count, count * start), 5.0 + 0.05 * count + 2e-6 * count * start)
+    # the fit is one of shares, and goes by factors one at a time
+    for _ in range(50):
+        cost.learn(StepLoad(1), 5.0)
+        cost.predict(StepLoad(1))
+    assert cost.prefill_ms(tokens, slice_tokens) == pytest.approx(0.05 * tokens + 2e-6 * work, rel=0.05)
