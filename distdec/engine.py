@@ -17,8 +17,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
-
+from distdec.arrival import Arrival
 from distdec.batch import StepBatch
 from distdec.capacity import no_room
 from distdec.config import SchedulerConfig
@@ -27,7 +26,7 @@ from distdec.progress import RequestState
 from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
 from distdec.row_tables import NO_PADDING
-from distdec.runner import Arrival, Runner
+from distdec.runner import Runner
 from distdec.sampling import SamplingRow, sample
 from distdec.scheduler import Scheduler
 
@@ -85,10 +84,9 @@ class _Live:
 
 
 class _Launched(NamedTuple):
-    """A step under way: its plan, its logits, and where its tokens arrive if the next one was not to wait for them."""
+    """A step under way: its plan, and where its tokens arrive if the next one was not to wait for them."""
 
     plan: StepPlan
-    logits: torch.Tensor | None = None
     tokens: Arrival | None = None
 
 
@@ -211,12 +209,12 @@ class Engine:
         batch = self._reserve(plan)
         if batch is None:
             return _Launched(plan)
-        logits = self.runner.run(plan, batch)
+        self.runner.run(plan, batch)
         if plan.pending:
             self._untold = plan
         else:
             self.replay.publish(plan)
-        return _Launched(plan, logits, self.runner.choose() if plan.followed else None)
+        return _Launched(plan, self.runner.choose() if plan.followed else None)
 
     def _tell(self, tokens: tuple[int, ...]) -> None:
         """Publish what the step whose tokens were pending has filled, now that they are known."""
@@ -252,12 +250,12 @@ class Engine:
 
     def _sample(self, step: _Launched) -> dict[int, int | None]:
         needed = [row.request_id for row in step.plan.rows if row.needs_logits]
-        if not needed or step.logits is None:
+        if not needed:
             return {}
         if step.tokens is None:
             states = [self._state(request_id) for request_id in needed]
             rows = [None if state.plain else self._sampling_row(state) for state in states]
-            return dict(zip(needed, sample(step.logits, rows), strict=True))
+            return dict(zip(needed, sample(self.runner.ready(), rows), strict=True))
         tokens = step.tokens.read()
         if self._next is not None:
             # of a row that cannot go on, whose token nobody needs, the device took token 0

@@ -65,6 +65,7 @@ class Mesh:
         self.group = self.kvp_group = self.tp_group = self.control_group = alone
         self._made_groups: list[ProcessGroup] = []
         self._made_world = False
+        self.timeout_s = float("inf")
         self._num_agreed = 0
         self._wire = torch.zeros(_HEADER_WORDS + _FIRST_WORDS, dtype=torch.int64)
 
@@ -125,6 +126,7 @@ class Mesh:
             return None
         mesh = cls(members, members.index(world_rank), kvp, device)
         mesh._made_world = made_world
+        mesh.timeout_s = timeout_s
         mesh._make_groups(members, kvp, timeout)
         if mesh.is_leader:
             _warn_across_hosts(members, kvp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distdec.arrival import Arrival, wait_for
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
 from distdec.capacity import GIB, choose_max_tokens
@@ -72,28 +74,6 @@ def cache_size(model: torch.nn.Module, mesh: Mesh, config: Config, wanted_tokens
     return choose_max_tokens(config.cache, wanted_tokens, per_token, _free_bytes(mesh), mesh.kvp_size)
 
 
-class Arrival:
-    """Tokens on their way from the device to the host.
-
-    Shapes:
-        tokens: [N] int64, on the device; -1 where there is none
-    """
-
-    def __init__(self, tokens: Tensor) -> None:
-        self._host, self._event = tokens, None
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> list[int]:
-        """Return the tokens. Host sync: waits for the step that chose them, not for later ones."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.tolist()
-
-
 class Runner:
     """A model whose attention runs on a sharded cache, fed with plans.
 
@@ -112,7 +92,7 @@ class Runner:
         self.binding = bind_engine(model, attention)
         self.graphs: ModelGraphs | None = None
         self._num_eager = 0
-        self._inputs = _Inputs(self.mesh.device)
+        self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s)
         # of the step launched last
         self._logits: Tensor | None = None
         self._tokens: Tensor | None = None
@@ -181,7 +161,7 @@ class Runner:
     ) -> None:
         """Run steps of up to `max_rows` rows as graphs from now on. Arguments as for `ModelGraphs`."""
         # a captured step may hold all rows and all tokens of a step in padding
-        self._inputs = _Inputs(self.mesh.device, max_tokens + max_rows)
+        self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s, max_tokens + max_rows)
         self.graphs = ModelGraphs(
             self.binding,
             self._inputs.words,
@@ -216,7 +196,20 @@ class Runner:
         """
         assert self._logits is not None, "choose() before a step"
         self._tokens = greedy(self._logits)
-        return Arrival(self._tokens)
+        return Arrival(self._tokens, self.mesh.timeout_s)
+
+    def ready(self) -> Tensor:
+        """Return the logits of the step launched last, once the device has them.
+
+        Raises:
+            StepStuck: it has not after the mesh's timeout: a rank is lost.
+        """
+        assert self._logits is not None, "ready() before a step"
+        if self._logits.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            wait_for(event, self.mesh.timeout_s)
+        return self._logits
 
     def padding(self, plan: StepPlan) -> Padding:
         """Return up to what a plan's rows have to be padded; none of it where the step runs eagerly."""
@@ -283,8 +276,9 @@ class _Inputs:
     slice that is still queued, since nobody reads a result of such a step.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1024) -> None:
+    def __init__(self, device: torch.device, timeout_s: float = inf, capacity: int = 1024) -> None:
         self.device = device
+        self._timeout_s = timeout_s
         self._copied: torch.cuda.Event | None = None
         self._allocate(capacity)
 
@@ -308,7 +302,7 @@ class _Inputs:
         if total > self.capacity:
             self._allocate(1 << (total - 1).bit_length())
         if self._copied is not None:
-            self._copied.synchronize()
+            wait_for(self._copied, self._timeout_s)
         self._array[:, :total] = 0
         ids, positions, needed = self._array
         ids[:single] = [row.token_ids[0] for row in rows[:single]]

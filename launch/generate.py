@@ -19,6 +19,7 @@ from typing import Any
 # torchrun starts this file by its path, which puts launch/ on the path instead of the checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distdec.arrival import StepStuck
 from distdec.capacity import tokens_needed
 from distdec.config import Config
 from distdec.request import Request
@@ -58,7 +59,7 @@ def run(config: Config, job: boot.Job) -> int:
     finally:
         if display is not None:
             display.close()
-        if engine.runner.graphs is not None:
+        if engine.runner.graphs is not None and not isinstance(sys.exc_info()[1], StepStuck):
             # also after a failure: a process group waits for graphs that use it
             engine.runner.graphs.close()
     report(config, job, engine, completions, prompts)

@@ -41,6 +41,7 @@ LEVELS = {
     "distdec.sharded_cache": 3,
     "distdec.sampling": 3,
     "distdec.speculative": 4,
+    "distdec.arrival": 1,
     "distdec.attention": 4,
     "distdec.detokenize": 4,
     "distdec.planner": 4,
