@@ -127,7 +127,16 @@ class Runner:
             runner.binding.compile()
         if _switched_on(config.backend.graphs, mesh):
             steps = config.scheduler
-            runner.capture(steps.max_rows, steps.token_budget, steps.max_pending_prefills, progress)
+            try:
+                runner.capture(steps.max_rows, steps.token_budget, steps.max_pending_prefills, progress)
+            except RuntimeError as error:
+                # by name: importing the compiler takes a second, and most runs on a CPU never need it
+                if type(error).__module__ != "torch._dynamo.exc":
+                    raise
+                raise RuntimeError(
+                    f"torch.compile cannot compile the layers of {type(model).__name__}; backend.compile=off runs them "
+                    f"as they are: {error}"
+                ) from error
         return runner
 
     @classmethod

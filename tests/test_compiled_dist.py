@@ -122,6 +122,28 @@ def test_close_leaves_the_model_as_it_was(ranks):
     assert closed == ([False] * 3, [])
 
 
+def test_layers_that_cannot_be_compiled_end_the_start_with_the_option_that_helps(monkeypatch, folder):
+    from distdec.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig
+    from distdec.hf import compiled
+    from distdec.mesh import Mesh
+    from distdec.runner import Runner
+
+    def refuse(graph, inputs):
+        raise NotImplementedError("no such operator")
+
+    torch.compiler.reset()
+    compile_layers = compiled.compile_layers
+    monkeypatch.setattr(compiled, "compile_layers", lambda layers: compile_layers(layers, backend=refuse, options=None))
+    config = Config(
+        model=ModelConfig(path=folder, dtype="float32"),
+        cache=CacheConfig(max_tokens=256),
+        scheduler=SchedulerConfig(prefill_slice=16, token_budget=16, max_rows=2),
+        backend=BackendConfig(graphs="on", compile="on"),
+    )
+    with pytest.raises(RuntimeError, match=r"(?s)layers of LlamaForCausalLM; backend.compile=off.*no such operator"):
+        Runner.load(folder, Mesh.single("cpu"), config)
+
+
 @pytest.mark.gpu
 def test_kernels_made_by_inductor_equal_eager_in_graphs(tmp_path):
     from distdec.config import BackendConfig, CacheConfig, Config, ModelConfig, SchedulerConfig
