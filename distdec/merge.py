@@ -30,7 +30,7 @@ from distdec.merge_place import Place
 from distdec.mesh import Mesh
 from distdec.one_shot import OneShotMerge
 from distdec.ops.partial import Partial
-from distdec.slabs import Peers, why_not
+from distdec.slabs import NotPossible, Peers, why_not
 
 __all__ = [
     "MODES",
@@ -151,7 +151,7 @@ def _attempt(mode: str, mesh: Mesh, wire: torch.dtype) -> Merge | RuntimeError:
     """Build a mode, or return why it is not possible: the same on all ranks."""
     try:
         return BUILDERS.get(mode, CollectiveMerge)(mode, mesh, wire, "")
-    except RuntimeError as error:
+    except NotPossible as error:
         return error
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distdec.config import REDUCE_MODES
 from distdec.mesh import Mesh
-from distdec.slabs import TIMEOUT_S, MapSlabs, Peers, SharedSlabs, find_mapping, spin_limit
+from distdec.slabs import TIMEOUT_S, MapSlabs, NotPossible, Peers, SharedSlabs, find_mapping, spin_limit
 
 CAPACITY_BYTES = 1 << 20
 """Default room for one rank's tensor: 128 decode rows of 4,096 bfloat16 numbers."""
@@ -89,7 +89,7 @@ class RankSum:
             return
         try:
             self.use(OneShotSum(mesh, timeout_s=timeout_s))
-        except RuntimeError as error:
+        except NotPossible as error:
             if mode == "one_shot":
                 raise
             self.reason = f"all-reduce: {error}"

@@ -28,6 +28,13 @@ POLLS_PER_S = 4_600_000
 _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
+class NotPossible(RuntimeError):
+    """These GPUs cannot do it, all ranks know, and all for the same reason: they may agree on something else.
+
+    Any other error may be one rank's own, such as a lack of memory; going on without it would part the ranks.
+    """
+
+
 class Peers(NamedTuple):
     """A run of consecutive ranks of a mesh that push into each other's memory: all, or a kvp group.
 
@@ -160,14 +167,14 @@ def find_mapping(what: str, peers: Peers) -> MapSlabs:
     """Return what maps the slabs of these ranks.
 
     Raises:
-        RuntimeError: `what` is not possible here; the reason is the same on every rank.
+        NotPossible: `what` is not possible here; the reason is the same on every rank.
 
     Notes:
         Collective: the whole mesh.
     """
     reason = why_not(peers)
     if reason is not None:
-        raise RuntimeError(f"{what} is not possible here: {reason}")
+        raise NotPossible(f"{what} is not possible here: {reason}")
     return symmetric_slabs
 
 
@@ -201,9 +208,7 @@ def symmetric_slabs(peers: Peers, num_bytes: int) -> list[Tensor]:
     failed = [rank for rank, row in enumerate(_tell(mesh, [fault is not None])) if row[0]]
     if failed:
         told = f" ({fault})" if fault else ""
-        raise RuntimeError(
-            f"one kernel for all ranks is not possible here: no symmetric memory on ranks {failed}{told}"
-        )
+        raise NotPossible(f"one kernel for all ranks is not possible here: no symmetric memory on ranks {failed}{told}")
     return slabs
 
 

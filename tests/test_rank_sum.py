@@ -293,3 +293,12 @@ def test_an_embedding_of_parts_is_summed_before_it_is_scaled():
     got = embedding(torch.tensor([[2, 0, 4]]))
     assert got.tolist() == [[[24.0, 30.0], [0.0, 0.0], [48.0, 54.0]]]
     assert kernel.seen == [(1, 3, 2)]
+
+
+def test_an_error_that_may_be_one_ranks_own_is_not_taken_for_a_refusal(monkeypatch):
+    def fail(mesh, **options):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("distdec.rank_sum.OneShotSum", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        RankSum(None).choose("auto", Mesh.single())
