@@ -134,7 +134,7 @@ def _refuse_unknown(node: DictConfig, schema: type, prefix: str) -> None:
             raise ValueError(f"unknown key {prefix}{key}; here are: {', '.join(prefix + name for name in fields)}")
         child = node._get_node(key)
         if isinstance(child, DictConfig):
-            _refuse_unknown(child, fields[str(key)].default_factory().__class__, f"{prefix}{key}.")  # type: ignore[misc]
+            _refuse_unknown(child, fields[str(key)].default_factory().__class__, f"{prefix}{key}.")
 
 
 class Job:
@@ -184,7 +184,7 @@ class Job:
                 raise
         if error is not None:
             raise error
-        return result  # type: ignore[return-value]
+        return result
 
 
 class Processes:
@@ -359,7 +359,7 @@ def _leave(code: int, message: str, rank: int, scratch: Any) -> NoReturn:
         scratch.cleanup()
     for stream in (sys.stdout, sys.stderr, sys.__stderr__):
         with contextlib.suppress(Exception):
-            stream.flush()  # type: ignore[union-attr]
+            stream.flush()
     if code:
         os._exit(code)
     sys.exit(0)

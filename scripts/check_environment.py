@@ -52,7 +52,7 @@ def requirements(with_tests: bool) -> list[tuple[str, str]]:
         requirement, _, marker = (part.strip() for part in line.partition(";"))
         if marker == "sys_platform == 'linux'" and sys.platform != "linux":
             continue
-        name = re.match(r"[A-Za-z0-9._-]+", requirement).group()  # type: ignore[union-attr]
+        name = re.match(r"[A-Za-z0-9._-]+", requirement).group()
         wanted.append((name, requirement[len(name) :]))
     return wanted
 
@@ -62,7 +62,7 @@ def release(version: str) -> tuple[int, ...]:
 
     Suffixes are dropped: a vendor's build of a release counts as that release. So are trailing zeros: 2.13 = 2.13.0.
     """
-    numbers = [int(part) for part in re.match(r"\d+(\.\d+)*", version).group().split(".")]  # type: ignore[union-attr]
+    numbers = [int(part) for part in re.match(r"\d+(\.\d+)*", version).group().split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
@@ -72,7 +72,7 @@ def in_range(version: str, version_range: str) -> bool:
     """Say whether a version lies in a range such as `>=5.5,<6`."""
     found = release(version)
     for clause in filter(None, version_range.split(",")):
-        sign, bound = re.fullmatch(r"(>=|<=|==|!=|<|>)\s*(\S+)", clause.strip()).groups()  # type: ignore[union-attr]
+        sign, bound = re.fullmatch(r"(>=|<=|==|!=|<|>)\s*(\S+)", clause.strip()).groups()
         if not OPERATORS[sign](found, release(bound)):
             return False
     return True

@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
 
 def uniform(name: str, kv_lens: tuple[int, ...], q_len: int, **kwargs: object) -> Case:
     """Return a case whose rows all have `q_len` query tokens."""
-    return Case(name, kv_lens, (q_len,) * len(kv_lens), **kwargs)  # type: ignore[arg-type]
+    return Case(name, kv_lens, (q_len,) * len(kv_lens), **kwargs)
 
 
 # views and tiles as the default cache deals them
