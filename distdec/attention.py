@@ -12,6 +12,7 @@ from distdec.batch import StepBatch
 from distdec.merge import CollectiveMerge, Merge, Merged, make_merge
 from distdec.mesh import Mesh
 from distdec.one_shot import OneShotMerge
+from distdec.ops.own import OwnTokens, add_own
 from distdec.ops.partial import Partial
 from distdec.sharded_cache import ShardedCache
 
@@ -93,16 +94,19 @@ class DistributedAttention:
             self._check(q, k, v, k_pool, v_pool, batch.num_tokens)
             self._checked = (shapes, kinds)
         self._check_call(q, k, v, batch, scale, softcap, sinks)
-        self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         options = {"scale": scale, "window": window, "softcap": softcap}
-        pools, out_dtype = (k_pool, v_pool), self.out_dtype or q.dtype
+        pools, out_dtype, own = (k_pool, v_pool), self.out_dtype or q.dtype, None
+        if batch.own_apart:
+            own = OwnTokens.of(q, k, v, batch.slot_mapping, pools, scale, softcap)
+        else:
+            self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         if self._fuses(q, v_pool, batch):
             splits = self._section(self.cache.backend.decode_splits, "decode", q, pools, batch, options)
-            return self.merge.merge_splits(splits, sinks=sinks, out_dtype=out_dtype)
+            return self.merge.merge_splits(splits, sinks=sinks, own=own, out_dtype=out_dtype)
         if self._alone():
-            return self._finish(q, pools, batch, options, out_dtype, sinks)
-        partial = self._partial(q, pools, batch, options)
+            return self._finish(q, pools, batch, options, out_dtype, sinks, own)
+        partial = self._partial(q, pools, batch, options, own)
         return self.merge(partial, sinks=sinks, out_dtype=out_dtype)
 
     def _fuses(self, q: Tensor, v_pool: Tensor, batch: StepBatch) -> bool:
@@ -129,6 +133,7 @@ class DistributedAttention:
         options: dict[str, Any],
         out_dtype: torch.dtype,
         sinks: Tensor | None,
+        own: OwnTokens | None,
     ) -> Merged:
         """Attend on one rank: two launches for the decode rows, and for the others one more than their kernel."""
         ops, heads, dim = self.cache.backend, q.shape[1], pools[1].shape[-1]
@@ -139,15 +144,29 @@ class DistributedAttention:
         if batch.decode is not None:
             splits = self._section(ops.decode_splits, "decode", q, pools, batch, options)
             mine = (out, lse) if batch.prefill is None else (out[: splits.num_tokens], lse[: splits.num_tokens])
-            ops.finish_splits(splits, out=mine[0], lse=mine[1], finish=True, sinks=sinks)
+            ops.finish_splits(splits, out=mine[0], lse=mine[1], finish=True, sinks=sinks, own=own)
         if batch.prefill is not None:
             some = slice(batch.prefill.first_token, None)
             partial = self._section(ops.prefill, "prefill", q, pools, batch, options)
             ops.fold_ranks(partial.out[None], partial.lse[None], out=out[some], lse=lse[some], sinks=sinks)
         return Merged(out.flatten(1), lse, (0, heads * dim))
 
-    def _partial(self, q: Tensor, pools: tuple[Tensor, Tensor], batch: StepBatch, options: dict[str, Any]) -> Partial:
+    def _partial(
+        self,
+        q: Tensor,
+        pools: tuple[Tensor, Tensor],
+        batch: StepBatch,
+        options: dict[str, Any],
+        own: OwnTokens | None,
+    ) -> Partial:
         ops, parts = self.cache.backend, []
+        if own is not None:
+            if ops.decode_splits is not None and ops.finish_splits is not None:
+                splits = self._section(ops.decode_splits, "decode", q, pools, batch, options)
+                return ops.finish_splits(splits, own=own)
+            partial = add_own(self._section(ops.decode, "decode", q, pools, batch, options), own)
+            ops.store_kv(own.k, own.v, own.slots, *pools)
+            return partial
         if batch.decode is not None:
             parts.append(self._section(ops.decode, "decode", q, pools, batch, options))
         if batch.prefill is not None:

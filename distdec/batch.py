@@ -54,6 +54,10 @@ class StepBatch:
     Shapes:
         slot_mapping: [T] int64, this rank's pool slot of each new token, -1 where another rank holds it
         q_positions: [T] int32, global position of each new token in its sequence, -1 for padding
+
+    Attributes:
+        own_apart: the tables leave out the new token of every row, and layers attend to it apart; only in steps of
+            nothing but decode rows of one token.
     """
 
     num_tokens: int
@@ -63,6 +67,7 @@ class StepBatch:
     prefill: Section | None
     decode_tables: dict[int, KVTables]
     prefill_tables: dict[int, KVTables]
+    own_apart: bool = False
 
     def tables(self, section: str, window: int) -> KVTables:
         """Return the tables of one section for layers with this sliding window (0 = none).
@@ -89,6 +94,7 @@ class StepBuffers:
         max_tokens, max_rows, max_views: capacities; they grow when a step needs more, which moves the tensors
             (`generation` counts those moves, so a captured graph can tell that it is stale).
         device: where the tables live.
+        own_apart: leave the new tokens of steps that allow it out of the tables; see `StepBatch`.
     """
 
     def __init__(
@@ -102,8 +108,10 @@ class StepBuffers:
         max_rows: int = 4,
         max_views: int = 64,
         device: torch.device | str = "cpu",
+        own_apart: bool = False,
     ) -> None:
         self.kv = kv
+        self.own_apart = own_apart
         self.kvp_rank = kvp_rank
         self.backend = backend
         self.tile_tokens = backend.tile_tokens(kv.layout)
@@ -163,6 +171,9 @@ class StepBuffers:
         self._rows.update(tables)
         ends = np.array(lens, np.int64)
         self._fill_tokens(counts, ends, tables, num_decode, shape)
+        if self._leaves_out(shape):
+            self._rows.leave_out(self._segment("slots")[: 2 * num_decode].view(np.int64))
+        self._rows.cut()
         self._fill_tables(np.array(counts, np.int64), ends, num_decode, shape)
         self._upload(self._rows.total)
         if self._made is None or self._made[0] != shape:
@@ -183,6 +194,9 @@ class StepBuffers:
         for tables in batch.decode_tables.values():
             if tables.schedule is not None and self.backend.derive_spans is not None:
                 self.backend.derive_spans(tables, tables.schedule)
+
+    def _leaves_out(self, shape: StepShape) -> bool:
+        return self.own_apart and shape.q_len == 1 and shape.decode_rows > 0 and shape.prefill_rows == 0
 
     # the segments of the packed buffer, in int32 words; views come last so that a copy stops at the last used one
     def _grow(self, tokens: int, rows: int, views: int, *, force: bool = False) -> None:
@@ -307,6 +321,7 @@ class StepBuffers:
             prefill=prefill,
             decode_tables={w: self._scheduled(w, self._tables(w, 0, rows, 0), shape.q_len) for w in self.windows},
             prefill_tables={w: self._tables(w, rows, shape.prefill_rows, 1) for w in self.windows},
+            own_apart=self._leaves_out(shape),
         )
 
     def _tables(self, window: int, first_row: int, num_rows: int, section: int) -> KVTables:

@@ -19,6 +19,7 @@ EXPERT_MODES = ("auto", "width", "expert")
 MERGE_TRANSPORTS = ("float32", "bfloat16", "float8_e4m3")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 REDUCE_MODES = ("auto", "nccl", "one_shot")
+OVERLAPS = ("none", "store")
 BACKENDS = ("auto", "reference", "triton")
 SWITCH = ("auto", "on", "off")
 MODELS = ("smollm2", "path")
@@ -78,6 +79,13 @@ class ParallelConfig:
             "that where the GPUs reach each other"
         ),
     )
+    overlap: str = field(
+        default="none",
+        metadata=_help(
+            "what a decode step does while other work is under way: none, or store: a row's new token is attended to "
+            "apart from the older ones, and stored by the kernel that joins and merges the partials"
+        ),
+    )
     queries: str = field(
         default="auto",
         metadata=_help(
@@ -101,6 +109,7 @@ class ParallelConfig:
             legal = [mode for mode in MERGE_MODES if mode not in ("all_reduce", "reduce_scatter")]
             raise ValueError(f"parallel.transport=float8_e4m3 goes with parallel.merge {', '.join(legal)}")
         _one_of("parallel.reduce", self.reduce, REDUCE_MODES)
+        _one_of("parallel.overlap", self.overlap, OVERLAPS)
         _one_of("parallel.queries", self.queries, QUERY_MODES)
         _one_of("parallel.experts", self.experts, EXPERT_MODES)
         _check_float("parallel.timeout_s", self.timeout_s, 0.0, MAX_TIMEOUT_S, open_low=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from distdec.merge_collective import CollectiveMerge
 from distdec.merge_modes import TRANSPORTS, Merge, Merged, check_partial, check_transport, column_range, padded_columns
 from distdec.mesh import Mesh
+from distdec.ops.own import OwnTokens
 from distdec.ops.partial import Partial
 from distdec.ops.splits import Splits
 from distdec.slabs import TIMEOUT_S, MapSlabs, Peers, SharedSlabs, find_mapping, spin_limit
@@ -107,9 +108,18 @@ class OneShotMerge(Merge):
         return self.merge_splits(Splits.of(partial), sinks=sinks, out_dtype=out_dtype)
 
     def merge_splits(
-        self, splits: Splits, *, sinks: Tensor | None = None, out_dtype: torch.dtype | None = None
+        self,
+        splits: Splits,
+        *,
+        sinks: Tensor | None = None,
+        own: OwnTokens | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> Merged:
         """Join the splits that `decode` left in its workspace and merge them across ranks, in one kernel.
+
+        Args:
+            own: new tokens that the splits leave out, one a row: each is added on the rank that holds it, which stores
+                it while the partials are on their way.
 
         Shapes:
             sinks and returns: as `__call__`; `fits` must hold
@@ -119,7 +129,7 @@ class OneShotMerge(Merge):
             RuntimeError: an earlier call lost a rank.
 
         Notes:
-            Collective: the kvp axis. Graph-safe. Host sync: none.
+            In-place: writes the pool of `own`. Collective: the kvp axis. Graph-safe. Host sync: none.
         """
         if self._alarm[0]:
             self.check()
@@ -141,6 +151,7 @@ class OneShotMerge(Merge):
             spin_limit=self._spin_limit,
             columns=width,
             sinks=sinks,
+            own=own,
         )
         self.calls += 1
         return Merged(out, lse, columns)

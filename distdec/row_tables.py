@@ -78,11 +78,22 @@ class RowTables:
         self.tiles = self._ends[self.first]
 
     def update(self, tables: list[ViewTable]) -> None:
-        """Take the rows of the next step: one rank's table of each."""
+        """Take the rows of the next step: one rank's table of each; `cut` has to follow."""
         if tables != self._tables or [table.version for table in tables] != self._versions:
             self._load(tables)
+        self.table[self._last, 1] = np.array([table.last_length for table in tables], np.int32)[self._held]
+
+    def leave_out(self, slots: Int64Array) -> None:
+        """Shorten rows by their last token where it lies here, so that `cut` makes no tile of it.
+
+        Args:
+            slots: of the rows' last tokens, as `last_slots` returns them.
+        """
+        self.table[self._last, 1] -= slots[self._held] >= 0
+
+    def cut(self) -> None:
+        """Work out which tiles the views fill."""
         views, total = self.table, self.total
-        views[self._last, 1] = np.array([table.last_length for table in tables], np.int32)[self._held]
         tiles = (views[:total, 1] + (self.tile_tokens - 1)) // self.tile_tokens
         ends = np.cumsum(tiles, out=self._ends[1 : total + 1])
         views[:total, 3] = ends - tiles

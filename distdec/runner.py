@@ -364,6 +364,7 @@ def _make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype
         prefix_caching=options.prefix_caching,
         host_bytes=int(options.host_gb * GIB),
         backend=config.backend.name,
+        own_apart=config.parallel.overlap == "store",
     )
 
 

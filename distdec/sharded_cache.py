@@ -37,6 +37,8 @@ class ShardedCache:
         placement: test-only hook `(seq_id, position) -> kvp_rank`.
         prefix_caching: whether an engine shall share the pages of equal prefixes.
         host_bytes: host memory that this rank takes to keep preempted requests of an engine; 0: none.
+        own_apart: in steps of nothing but decode rows of one token, layers attend to the new tokens apart from the
+            older ones, and store them in the kernel that joins the splits instead of in one before.
 
     Raises:
         ValueError: neither or both of `max_tokens` and `num_frames`, a size below 1, a dtype that cannot be stored, or
@@ -69,6 +71,7 @@ class ShardedCache:
         placement: Callable[[int, int], int] | None = None,
         prefix_caching: bool = True,
         host_bytes: int = 0,
+        own_apart: bool = False,
     ) -> None:
         if (max_tokens is None) == (num_frames is None):
             raise ValueError(
@@ -103,7 +106,8 @@ class ShardedCache:
         self.pool = KVPool(num_layers, slots, num_kv_heads, head_dim, dtype, mesh.device, v_head_dim=v_head_dim)
         self.host = HostPool(self.kv, self.pool, mesh.kvp_rank, host_bytes) if host_bytes else None
         self.backend = get_backend(backend, mesh.device) if isinstance(backend, str) else backend
-        self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, windows=windows, device=mesh.device)
+        how = {"windows": windows, "device": mesh.device, "own_apart": own_apart}
+        self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, **how)
         self.buffers.schedule_for(self.pool)
 
     def begin_step(

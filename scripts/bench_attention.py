@@ -5,7 +5,8 @@
 
 Every rank runs the one-GPU layer over whole sequences too, so that the speed-up is taken in one process and run.
 Sections: layer (speed-up over contexts and batches), breakeven (small contexts: from where on sharding pays), eager
-(without graphs), graphs (300 steps: replay gives the bits of the eager call).
+(without graphs), graphs (300 steps: replay gives the bits of the eager call), overlap (the layer with each value of
+parallel.overlap).
 """
 
 import sys
@@ -20,6 +21,7 @@ from bench_timing import compare, host_us, rotations_for
 from torch import Tensor
 
 from distdec.attention import DistributedAttention
+from distdec.config import OVERLAPS
 from distdec.mesh import Mesh
 
 KIB = 1024
@@ -148,6 +150,37 @@ def measure_layers(bench: Bench, section: str, shapes: list[Shape], modes: list[
     return found
 
 
+def overlap(bench: Bench) -> None:
+    """The layer with each value of `parallel.overlap`, on one GPU and on all."""
+    owned = Merges(bench.mesh)
+    shapes = [Shape((context * KIB,) * batch) for context in (8, 32) for batch in (1, 8, 32)]
+    if bench.smoke:
+        shapes = [Shape((300, 170), num_q_heads=8, num_kv_heads=2, head_dim=64)]
+    mode = bench.args.modes.split(",")[0]
+    for shape in shapes:
+        with bench.point("overlap", shape.config()) as go:
+            if go:
+                copies = 2 if bench.smoke else rotations_for(shape.kv_bytes // bench.mesh.kvp_size)
+                meshes = {ONE: (Mesh.single(bench.device), "auto")}
+                if bench.mesh.world_size > 1:
+                    meshes[f"{bench.mesh.kvp_size} GPUs"] = (bench.mesh, owned.get(mode))
+                variants = [
+                    overlap_variant(bench, shape, copies, f"{name} {value}", mesh, merge, value)
+                    for name, (mesh, merge) in meshes.items()
+                    for value in OVERLAPS
+                ]
+                bench.measure("overlap", shape.config(), variants, timer=bench.timer(rotations=copies))
+    owned.close()
+
+
+def overlap_variant(bench: Bench, shape: Shape, copies: int, name: str, mesh: Mesh, merge: Any, value: str) -> Variant:
+    """Return the layer with one value of `parallel.overlap`; related to the one with none."""
+    inputs = Inputs(mesh, shape, backend=bench.backend, copies=copies, own_apart=value == "store")
+    made = layer_variant(inputs, merge, name)
+    made.config["overlap"] = value
+    return made if value == "none" else replace(made, baseline=name.removesuffix(value) + "none")
+
+
 def eager(bench: Bench) -> None:
     """The layer enqueued call by call, and what the host spends on it."""
     owned = Merges(bench.mesh)
@@ -180,7 +213,7 @@ def graphs(bench: Bench) -> None:
     owned.close()
 
 
-SECTIONS = {"layer": layer, "breakeven": breakeven, "eager": eager, "graphs": graphs}
+SECTIONS = {"layer": layer, "breakeven": breakeven, "eager": eager, "graphs": graphs, "overlap": overlap}
 
 
 def add_arguments(parser) -> None:

@@ -124,6 +124,7 @@ class Inputs:
         backend: str = "auto",
         copies: int | None = None,
         prefill: bool = False,
+        own_apart: bool = False,
         seed: int = 11,
     ) -> None:
         self.mesh, self.shape, self.device = mesh, shape, torch.device(mesh.device)
@@ -143,6 +144,7 @@ class Inputs:
             max_chunk=chunking.max_chunk,
             page_size=min(16, chunking.min_chunk),
             backend=backend,
+            own_apart=own_apart,
         )
         past = {seq: length - shape.q_len for seq, length in enumerate(shape.lengths)}
         if chunking.seed is None:

@@ -26,8 +26,10 @@ from distdec.ops import (
     spans_triton,
     store_kv_triton,
 )
+from distdec.ops.own import OwnTokens
 from distdec.ops.packed import Packing
 from distdec.ops.slab_triton import Slab
+from distdec.ops.splits import Splits
 from distdec.ops.tables import KVTables
 
 TYPES = {
@@ -183,6 +185,8 @@ def small_launches():
     slots, heads = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 8)
     views = torch.zeros(64, 4, dtype=torch.int32)
     out, lse2, ranges = torch.zeros(8, 4, 128), torch.zeros(8, 4), torch.zeros(16, 2, dtype=torch.int32)
+    q, splits = torch.zeros(4, 32, 128, dtype=torch.bfloat16), Splits(out, lse2, slots, 4, 8, 1, 4, 256, 0, ranges)
+    own = OwnTokens.of(q, k, k, slots, (k, k), 0.1, 30.0)
     return [
         *record(store_kv_triton, ["store_kv_kernel"], lambda: store_kv_triton.store_kv(k, k, slots, k, k)),
         *record(
@@ -191,6 +195,11 @@ def small_launches():
             lambda: schedule_triton.derive_tiles(views, views[0, :1], 64, views),
         ),
         *record(combine_triton, ["combine_kernel"], lambda: combine_triton.combine(out, lse2, ranges, 8, 1, 4)),
+        *record(
+            combine_triton,
+            ["combine_kernel"],
+            lambda: combine_triton.combine_splits(splits, own=own, out=q, lse=heads, finish=True, sinks=heads[0]),
+        ),
         *record(
             combine_triton,
             ["fold_ranks_kernel"],

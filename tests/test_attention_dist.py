@@ -11,6 +11,8 @@ from distdec.sharded_cache import ShardedCache
 
 HEADS = {"small": (8, 2, 16), "odd": (15, 3, 10), "one": (7, 1, 8)}
 # (new tokens of sequence 0, 1, 2) a step: first slices, decode, a slice beside decode rows, an idle sequence, verify
+# fewer of them, for Triton's interpreter
+FEW_STEPS = [(6, 1, 9), (1, 1, 1), (1, 1, 1), (1, 1, 3)]
 STEPS = [(70, 1, 33), (1, 1, 1), (1, 1, 40), (0, 1, 1), (5, 5, 5), (1, 1, 1)]
 
 
@@ -34,7 +36,7 @@ def full_attention(q, k, v, positions, *, window=0, softcap=0.0, sinks=None, sca
     return torch.einsum("hnl,lhd->nhd", (scores - lse[..., None]).exp(), v), lse.T
 
 
-def run_steps(kvp, mode, heads, options, layout):
+def run_steps(kvp, mode, heads, options, layout, steps=STEPS):
     """Run the steps on this rank; return the largest errors of out and lse, and what the rank holds."""
     num_q, num_kv, dim = heads
     with Mesh.create(kvp) as mesh:
@@ -49,10 +51,11 @@ def run_steps(kvp, mode, heads, options, layout):
         for seq in range(3):
             cache.kv.add(seq)
         worst, calls = [0.0, 0.0], []
-        for counts in STEPS:
+        for counts in steps:
             order = sorted(range(3), key=lambda s: counts[s] > 5 or counts[s] == 0)
             rows = [(seq, counts[seq]) for seq in order]
             batch = cache.begin_step(rows)
+            assert batch.own_apart == (layout.get("own_apart", False) and set(counts) == {1})
             total = sum(counts)
             for layer in range(2):
                 q = torch.randn(total, num_q, dim, generator=generator)
@@ -82,7 +85,7 @@ def run_steps(kvp, mode, heads, options, layout):
 SMALL_CHUNKS = {"min_chunk": 4, "max_chunk": 16, "page_size": 4}
 
 
-def check(results, heads, kvp):
+def check(results, heads, kvp, steps=STEPS):
     columns = sorted({r[1] for r in results})
     num_q, _, dim = heads
     covered = sorted({c for start, stop in columns for c in range(start, stop)})
@@ -91,7 +94,7 @@ def check(results, heads, kvp):
         assert max(worst) <= 2 * FLOAT32["atol"], worst
         assert len(set(calls)) == 1
     held = [r[3] for r in results]
-    assert [sum(column) for column in zip(*held, strict=True)] == [78, 10, 81]
+    assert [sum(column) for column in zip(*held, strict=True)] == [sum(n) for n in zip(*steps, strict=True)]
 
 
 @pytest.mark.dist
@@ -106,6 +109,25 @@ def test_steps_equal_attention_over_the_whole_sequence(ranks, kvp, mode):
 @pytest.mark.parametrize("mode", ["all_gather", "all_to_all"])
 def test_heads_that_no_number_of_ranks_divides(ranks, heads, mode):
     check(ranks(3).run(run_steps, 3, mode, HEADS[heads], {}, SMALL_CHUNKS), HEADS[heads], 3)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize(
+    ("kvp", "mode", "options"),
+    [
+        (1, "all_gather", {"softcap": 2.0, "sinks": True}),
+        (2, "all_gather", {"window": 1}),
+        (3, "all_reduce", {"window": 9, "softcap": 3.0, "sinks": True, "scale": 0.4}),
+        (3, "all_to_all", {}),
+    ],
+)
+def test_new_tokens_attended_to_apart_count_once_whatever_the_sharding(ranks, kvp, mode, options, backend):
+    layout = {"windows": (options.get("window", 0),), "weights": (1, 4, 2)[:kvp], "backend": backend}
+    layout |= {**SMALL_CHUNKS, "own_apart": True}
+    steps = FEW_STEPS if backend == "triton" else STEPS
+    results = ranks(kvp).run(run_steps, kvp, mode, HEADS["small"], options, layout, steps, timeout_s=60.0)
+    check(results, HEADS["small"], kvp, steps)
 
 
 @pytest.mark.dist

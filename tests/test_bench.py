@@ -202,6 +202,22 @@ def test_bench_merge_measures_every_mode_on_real_ranks(tmp_path, ranks):
 
 
 @pytest.mark.dist
+def test_bench_attention_relates_each_overlap_to_none(tmp_path, ranks):
+    out = tmp_path / "records.jsonl"
+    arguments = ["--out", str(out), "--sections", "overlap", "--modes", "all_gather"]
+    assert ranks(2).run(run_on_rank, "bench_attention", arguments) == [0, 0]
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    check_whole(records, {"overlap"})
+    assert [(record["name"], record["config"]["overlap"]) for record in records] == [
+        (f"{name} {value}", value) for name in ("1 GPU", "2 GPUs") for value in ("none", "store")
+    ]
+    assert records[3]["baseline"] == "2 GPUs none"
+    assert records[3]["time_over_baseline"] == pytest.approx(
+        records[3]["median_us"] / records[2]["median_us"], abs=1e-3
+    )
+
+
+@pytest.mark.dist
 def test_bench_attention_relates_the_sharded_layer_to_one_rank(tmp_path, ranks):
     out = tmp_path / "records.jsonl"
     arguments = ["--out", str(out), "--sections", "layer,graphs", "--modes", "all_gather,reduce_scatter"]

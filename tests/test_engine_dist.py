@@ -36,8 +36,8 @@ def expected(folder):
     return [reference_tokens(model, prompt, NEW) for prompt in make_prompts()]
 
 
-def make_engine(folder, mesh, merge="auto", **kwargs):
-    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(tp=mesh.tp_size, merge=merge))
+def make_engine(folder, mesh, merge="auto", overlap="none", **kwargs):
+    config = dataclasses.replace(CONFIG, parallel=ParallelConfig(tp=mesh.tp_size, merge=merge, overlap=overlap))
     return Engine(Runner.load(folder, mesh, config), config.scheduler, **kwargs)
 
 
@@ -55,9 +55,9 @@ def freed(engine):
     return tuple(free + cached for free, cached in zip(stats.free_frames, stats.cached_frames, strict=True))
 
 
-def generate_all(folder, merge, tp):
+def generate_all(folder, merge, tp, overlap):
     with mesh_of(tp) as mesh:
-        engine = make_engine(folder, mesh, merge, tokenizer=byte_tokenizer() if mesh.is_leader else None)
+        engine = make_engine(folder, mesh, merge, overlap, tokenizer=byte_tokenizer() if mesh.is_leader else None)
         shapes = []
         handle = engine.runner.model.register_forward_hook(
             lambda module, args, kwargs, out: shapes.append((kwargs["input_ids"].shape[1], out.logits.shape[1])),
@@ -76,17 +76,19 @@ def generate_all(folder, merge, tp):
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "tp", "merge", "collectives"),
+    ("num_ranks", "tp", "merge", "collectives", "overlap"),
     [
-        (2, 1, "all_reduce", 2),
-        (2, 1, "reduce_scatter", 2),
-        (3, 1, "all_to_all", 1),
-        (3, 1, "all_gather", 1),
-        (4, 2, "auto", 1),
+        (2, 1, "all_reduce", 2, "none"),
+        (2, 1, "reduce_scatter", 2, "store"),
+        (3, 1, "all_to_all", 1, "none"),
+        (3, 1, "all_gather", 1, "store"),
+        (4, 2, "auto", 1, "none"),
     ],
 )
-def test_tokens_are_those_of_transformers_on_every_rank(ranks, folder, expected, num_ranks, tp, merge, collectives):
-    results = ranks(num_ranks).run(generate_all, folder, merge, tp, timeout_s=120)
+def test_tokens_are_those_of_transformers_on_every_rank(
+    ranks, folder, expected, num_ranks, tp, merge, collectives, overlap
+):
+    results = ranks(num_ranks).run(generate_all, folder, merge, tp, overlap, timeout_s=120)
     for rank, result in enumerate(results):
         assert [list(done.token_ids) for done in result["done"]] == expected
         assert [done.request_id for done in result["done"]] == [0, 1, 2, 3]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distdec.config import BackendConfig, CacheConfig, Config, SchedulerConfig
+from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
 from distdec.engine import Engine
 from distdec.hf.sharding import rank_sum_of
 from distdec.mesh import Mesh
@@ -38,10 +38,10 @@ def expected(folder):
     return [reference_tokens(model, prompt, NEW) for prompt in prompts()]
 
 
-def generated(folder, move_on_rank):
+def generated(folder, move_on_rank, overlap):
     with Mesh.create(device="cpu", timeout_s=20) as mesh:
         captured = []
-        config = dataclasses.replace(CONFIG)
+        config = dataclasses.replace(CONFIG, parallel=ParallelConfig(overlap=overlap))
         runner = Runner.load(folder, mesh, config, progress=lambda count, total: captured.append((count, total)))
         engine = Engine(runner, config.scheduler)
         engine.cache.pool.k.fill_(float("nan"))
@@ -70,9 +70,11 @@ def generated(folder, move_on_rank):
         return [list(one.token_ids) for one in done], shapes, captured, len(addresses), stale
 
 
-@pytest.mark.parametrize(("num_ranks", "moved"), [(2, None), (3, 1)])
-def test_padded_decode_steps_give_the_same_tokens_across_chunk_borders(ranks, folder, expected, num_ranks, moved):
-    results = ranks(num_ranks).run(generated, folder, moved, timeout_s=120)
+@pytest.mark.parametrize(("num_ranks", "moved", "overlap"), [(2, None, "none"), (3, 1, "none"), (2, 0, "store")])
+def test_padded_decode_steps_give_the_same_tokens_across_chunk_borders(
+    ranks, folder, expected, num_ranks, moved, overlap
+):
+    results = ranks(num_ranks).run(generated, folder, moved, overlap, timeout_s=120)
     for rank, (tokens, shapes, captured, addresses, stale) in enumerate(results):
         assert tokens == [expected[i][: NEW - 3 * i] for i in range(5)]
         assert captured == [(i, 6) for i in range(1, 7)], "1, 2, 4 and 7 rows, and 0 and 7 with 40 tokens of prompts"

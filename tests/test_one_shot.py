@@ -275,8 +275,11 @@ def test_a_group_inside_a_larger_world_merges_by_its_own_ranks(ranks):
         check(got, truth(random_partials(2, tokens, 3, 12, seed=tokens)))
 
 
-def attend_between_processes(path):
-    """Prompts, two decode steps and a mixed step through the layer, merged by `one_shot` and by `all_gather`."""
+def attend_between_processes(path, own_apart):
+    """Prompts, two decode steps and a mixed step through the layer, merged by `one_shot` and by `all_gather`.
+
+    With `own_apart` the `one_shot` layer attends to new tokens apart.
+    """
     with Mesh.create() as mesh:
         merges = {
             "fused": OneShotMerge(mesh, capacity_bytes=8192, map_slabs=shared_slabs(path)),
@@ -286,13 +289,15 @@ def attend_between_processes(path):
         for name, merge in merges.items():
             cache = ShardedCache(
                 mesh, num_layers=1, num_kv_heads=2, head_dim=16, max_tokens=1024, backend="triton", page_size=1,
-                min_chunk=64, max_chunk=64,
+                min_chunk=64, max_chunk=64, own_apart=own_apart and name == "fused",
             )  # fmt: skip
+            cache.pool.k.fill_(math.nan)
+            cache.pool.v.fill_(math.nan)
             layer = DistributedAttention(mesh, cache, merge=merge)
             inner = merge.merge_splits if name == "fused" else None
             if inner is not None:
                 merge.merge_splits = lambda splits, inner=inner, **how: (
-                    calls.append(splits.cum_tiles) or inner(splits, **how)
+                    calls.append((splits.cum_tiles is not None, how.get("own") is not None)) or inner(splits, **how)
                 )
             g = torch.Generator().manual_seed(0)
             results[name] = []
@@ -304,16 +309,18 @@ def attend_between_processes(path):
                 q, k, v = (torch.randn(tokens, heads, 16, generator=g) for heads in (4, 2, 2))
                 results[name].append(layer(q, k, v, batch, 0))
         merges["fused"].close()
-        return results, [cum is not None for cum in calls]
+        return results, calls
 
 
 @pytest.mark.dist
-def test_the_layer_hands_its_unjoined_splits_to_the_merge(ranks):
+@pytest.mark.parametrize("own_apart", [False, True])
+def test_the_layer_hands_its_unjoined_splits_to_the_merge(ranks, own_apart):
     with tempfile.TemporaryDirectory() as directory:
-        outcomes = ranks(2).run(attend_between_processes, os.path.join(directory, "slab"), timeout_s=120.0)
-    for results, unjoined in outcomes:
+        path = os.path.join(directory, "slab")
+        outcomes = ranks(2).run(attend_between_processes, path, own_apart, timeout_s=120.0)
+    for results, calls in outcomes:
         # the prompts are larger than the slab; steps of decode rows alone come unjoined, a mixed step joined
-        assert unjoined == [True, True, False]
+        assert calls == [(True, own_apart), (True, own_apart), (False, False)]
         for fused, apart in zip(results["fused"], results["apart"], strict=True):
             torch.testing.assert_close(fused.out, apart.out, rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(fused.lse, apart.lse, rtol=1e-5, atol=1e-5)
@@ -406,11 +413,15 @@ from distdec.ops import one_shot_triton as module
 
 kernel, names = module.one_shot_kernel, module.one_shot_kernel.arg_names
 types = {name: "i32" for name in names} | {name: "*fp32" for name in names if name.startswith("p_")}
-types |= {"p_out": "*bf16", "p_cum": "*i32", "p_peers": "*i64", "p_state": "*i32"}
+types |= {"p_out": "*bf16", "p_cum": "*i32", "p_peers": "*i64", "p_state": "*i32", "p_slots": "*i64"}
+types |= {name: "*bf16" for name in ("p_q", "p_k", "p_v", "p_k_pool", "p_v_pool")}
+types |= {"score_scale": "fp32", "cap_log2": "fp32"}
 common = dict(CHANNELS=528, CAPACITY=15872, HKV=8, G=4, Q_LEN=1, D=128, BLOCK_D=128, BLOCK_C=32, SPLIT=0, COLUMNS=0)
 common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SCALED=False, SLOT=528, HAS_SINKS=False, PUSH=True, MERGE=True)
+common |= dict(OWN=False, SOFTCAP=False, DK=1, BLOCK_DK=1, K_STRIDE=0, V_STRIDE=0)
+own = dict(OWN=True, SOFTCAP=True, DK=128, BLOCK_DK=128, K_STRIDE=1024, V_STRIDE=1024)
 wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True, SPLIT=16)
-changes = [{}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
+changes = [{}, own, own | dict(COLUMNS=512, SPLIT=-1), dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
 if int(sys.argv[1]) >= 89:
     changes.append(dict(PAYLOAD=tl.float8e4nv, SCALED=True, SLOT=144))
 for change in changes:

@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from distdec.ops.launch_triton import Launch, Plans
+from distdec.ops.own import OwnTokens
+from distdec.ops.own_triton import add_own, load_own, own_constants, own_numbers, own_tensors, store_own
 from distdec.ops.partial import Partial
 from distdec.ops.spans_triton import unit_partials
 from distdec.ops.splits import Splits
@@ -101,8 +103,22 @@ def combine_kernel(
     p_out,
     p_lse,
     p_sinks,
+    p_q,
+    p_k,
+    p_v,
+    p_slots,
+    p_k_pool,
+    p_v_pool,
     num_rows,
     num_spans,
+    score_scale,
+    cap_log2,
+    q_stride_token,
+    q_stride_head,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
     HKV: tl.constexpr,
     GROUP: tl.constexpr,
     Q_LEN: tl.constexpr,
@@ -112,20 +128,78 @@ def combine_kernel(
     SPLIT: tl.constexpr,
     FINISH: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    OWN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
 ):
-    """Join one query token's partials on one query head. `p_ranges` is the table of ranges, or `cum_tiles`."""
+    """Join one query token's partials on one query head. `p_ranges` is the table of ranges, or `cum_tiles`.
+
+    With OWN, which takes Q_LEN 1, the token itself is added, and stored.
+    """
     ROWS: tl.constexpr = Q_LEN * GROUP
     i_out = tl.program_id(0)
     q_head = i_out % (HKV * GROUP)
     i_token = i_out // (HKV * GROUP)
     first, count = unit_range(p_ranges, num_rows, num_spans, i_token // Q_LEN, q_head // GROUP, HKV, SPLIT)
     start = first * ROWS + (i_token % Q_LEN) * GROUP + q_head % GROUP
+    if OWN:
+        # on its way before the partials are
+        score, b_v = load_own(
+            p_q,
+            p_k,
+            p_v,
+            p_slots,
+            p_k_pool,
+            p_v_pool,
+            i_token,
+            q_head,
+            score_scale,
+            cap_log2,
+            q_stride_token,
+            q_stride_head,
+            k_stride_token,
+            k_stride_head,
+            v_stride_token,
+            v_stride_head,
+            GROUP,
+            DV,
+            BLOCK_DV,
+            DK,
+            BLOCK_DK,
+            SOFTCAP,
+        )
     b_out, lse2 = fold_partials(p_partial_out, p_partial_lse2, start, ROWS, count, DV, BLOCK_DV, BLOCK_C)
+    if OWN:
+        b_out, lse2 = add_own(b_out, lse2, score, b_v)
     if FINISH:
         b_out, lse2 = finish_row(b_out, lse2, p_sinks + q_head, HAS_SINKS)
     o_d = tl.arange(0, BLOCK_DV)
     tl.store(p_out + i_out.to(tl.int64) * DV + o_d, b_out.to(p_out.dtype.element_ty), mask=o_d < DV)
     tl.store(p_lse + i_out, lse2 * LN2)
+    if OWN:
+        store_own(
+            p_k,
+            p_v,
+            p_slots,
+            p_k_pool,
+            p_v_pool,
+            i_token,
+            q_head,
+            k_stride_token,
+            k_stride_head,
+            v_stride_token,
+            v_stride_head,
+            GROUP,
+            DV,
+            BLOCK_DV,
+            DK,
+            BLOCK_DK,
+            K_STRIDE,
+            V_STRIDE,
+        )
 
 
 @triton.jit
@@ -235,6 +309,7 @@ def launch_combine(
     lse: Tensor | None = None,
     finish: bool = False,
     sinks: Tensor | None = None,
+    own: OwnTokens | None = None,
     plans: Plans | None = None,
 ) -> Partial:
     """Launch one program per query token and query head.
@@ -245,6 +320,7 @@ def launch_combine(
         out, lse: where to write, out in any floating dtype; None allocates float32.
         finish: turn rows that hold NaN or +inf into NaN throughout, and add the sinks: what a layer on one rank
             hands on.
+        own: tokens to add, one a row, and to store; see `own.py`.
         plans: keeps the launch for the next call of these shapes.
     """
     dim = partial_out.shape[2]
@@ -255,26 +331,32 @@ def launch_combine(
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=partial_out.device)
     units = (num_rows, num_kv_heads, q_len, group_size, num_spans, split_tiles, from_table, dim)
     key = (launch_combine, units, out.dtype, out.device, finish, None if sinks is None else sinks.dtype)
+    key = key if own is None else (*key, own.key)
     plans = Plans() if plans is None else plans
     launch = plans.get(key)
     if launch is None:
+        assert own is None or q_len == 1, "own tokens join splits of one token"
         block = combine_block(num_rows * num_kv_heads, num_spans, split_tiles, equal=num_rows == 1)
         block_dv, kind = triton.next_power_of_2(dim), FROM_TABLE if from_table else split_tiles
         constants = (num_kv_heads, group_size, q_len, dim, block_dv, block, kind, finish)
         launch = Launch(
             combine_kernel,
             (tokens * heads, 1),
-            (num_rows, num_spans),
-            (*constants, finish and sinks is not None),
+            (num_rows, num_spans, *own_numbers(own)),
+            (*constants, finish and sinks is not None, *own_constants(own)),
             num_warps=max(1, min(8, block * block_dv // 512)),
         )
         plans.keep(key, launch)
-    launch(partial_out, partial_lse2, ranges, out, lse, lse if sinks is None else sinks)
+    launch(partial_out, partial_lse2, ranges, out, lse, lse if sinks is None else sinks, *own_tensors(own, lse))
     return Partial(out, lse)
 
 
 def combine_splits(splits: Splits, **outputs: Any) -> Partial:
-    """Join what `decode_splits` left; `outputs`: `out`, `lse`, `finish`, `sinks`, `plans` of `launch_combine`."""
+    """Join what `decode_splits` left.
+
+    Args:
+        outputs: `out`, `lse`, `finish`, `sinks`, `own`, `plans` of `launch_combine`.
+    """
     out, lse, cum_tiles, num_rows, num_kv_heads, q_len, group_size, num_spans, split_tiles, ranges = splits
     from_table = ranges is not None
     table, units = ranges if from_table else cum_tiles, (num_rows, num_kv_heads, q_len, group_size)

@@ -30,6 +30,8 @@ from distdec.ops.combine_triton import (
     unit_range,
 )
 from distdec.ops.launch_triton import Launch, Plans
+from distdec.ops.own import OwnTokens
+from distdec.ops.own_triton import add_own, load_own, own_constants, own_numbers, own_tensors, store_own
 from distdec.ops.packed import FP8_MAX as FP8_MAX_VALUE
 from distdec.ops.packed_triton import row_scale, scaled_down
 from distdec.ops.slab_triton import (
@@ -149,12 +151,26 @@ def one_shot_kernel(
     p_sinks,
     p_peers,
     p_state,
+    p_q,
+    p_k,
+    p_v,
+    p_slots,
+    p_k_pool,
+    p_v_pool,
     num_items,
     num_rows,
     num_spans,
     rank,
     out_stride,
     spin_limit,
+    score_scale,
+    cap_log2,
+    q_stride_token,
+    q_stride_head,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -173,6 +189,12 @@ def one_shot_kernel(
     HAS_SINKS: tl.constexpr,
     PUSH: tl.constexpr,
     MERGE: tl.constexpr,
+    OWN: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    DK: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    K_STRIDE: tl.constexpr,
+    V_STRIDE: tl.constexpr,
 ):
     """Push, wait and merge; protocol in the module's docstring.
 
@@ -181,6 +203,7 @@ def one_shot_kernel(
     is a `Partial` [T, Hq, D], LSE in natural log, with Q_LEN 1, HKV 1, G = Hq.
     COLUMNS: width of a rank's share of the Hq * D columns, 0 where every rank gets all.
     PUSH, MERGE: both in one launch; apart, in two launches, where all ranks are simulated one after the other.
+    OWN: each token itself is added before its row is pushed, and stored while the rows are on their way; takes Q_LEN 1.
     """
     R: tl.constexpr = Q_LEN * G
     c = tl.program_id(0)
@@ -210,8 +233,36 @@ def one_shot_kernel(
                 b_out = tl.load(p_in + wide * item + o_d, mask=m_d, other=0.0).to(tl.float32)
                 b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
             else:
+                if OWN:
+                    # on its way before the partials are
+                    score, b_v = load_own(
+                        p_q,
+                        p_k,
+                        p_v,
+                        p_slots,
+                        p_k_pool,
+                        p_v_pool,
+                        unit // HKV,
+                        head * G + r,
+                        score_scale,
+                        cap_log2,
+                        q_stride_token,
+                        q_stride_head,
+                        k_stride_token,
+                        k_stride_head,
+                        v_stride_token,
+                        v_stride_head,
+                        G,
+                        D,
+                        BLOCK_D,
+                        DK,
+                        BLOCK_DK,
+                        SOFTCAP,
+                    )
                 first, count = unit_range(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
                 b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, D, BLOCK_D, BLOCK_C)
+                if OWN:
+                    b_out, lse2 = add_own(b_out, lse2, score, b_v)
             lse2 = flag_failure(b_out, lse2)
             scale = 1.0
             if SCALED:
@@ -222,6 +273,29 @@ def one_shot_kernel(
             push_row(p_peers, at, b_sent, lse2, scale, live, column, o_d, m_d, rank, N, SLOT, COLUMNS, SCALED)
             at += SLOT
         raise_flags(p_peers, flags, epoch, live, rank, N, BLOCK_N)
+        if OWN:
+            for item in range(c, num_items, programs):
+                unit = item // R
+                store_own(
+                    p_k,
+                    p_v,
+                    p_slots,
+                    p_k_pool,
+                    p_v_pool,
+                    unit // HKV,
+                    (unit % HKV) * G + item % R,
+                    k_stride_token,
+                    k_stride_head,
+                    v_stride_token,
+                    v_stride_head,
+                    G,
+                    D,
+                    BLOCK_D,
+                    DK,
+                    BLOCK_DK,
+                    K_STRIDE,
+                    V_STRIDE,
+                )
 
     if MERGE:
         lost = wait_for_all(p_peers, p_state, mine + flags, epoch, failed, spin_limit, rank, N, CHANNELS)
@@ -264,6 +338,7 @@ def one_shot(
     spin_limit: int,
     columns: int = 0,
     sinks: Tensor | None = None,
+    own: OwnTokens | None = None,
     push: bool = True,
     merge: bool = True,
     plans: Plans | None = None,
@@ -276,6 +351,7 @@ def one_shot(
         payload: float32, bfloat16 or float8_e4m3fn with a scale a row, as the rows travel; LSEs travel in float32.
         spin_limit: polls of flags by one program before ranks count as lost.
         columns: width of every rank's share of the flattened Hq x Dv columns; 0: every rank gets all of them.
+        own: tokens to add to splits that are not joined, one a row, and to store; see `own.py`.
         push, merge: both; apart only where all ranks are simulated in one process.
         plans: keeps the launch for the next call of these shapes.
 
@@ -292,17 +368,20 @@ def one_shot(
     partial_out, partial_lse, cum_tiles, *units, ranges = splits
     how = (payload, spin_limit, columns, push, merge, None if sinks is None else sinks.dtype)
     key = (one_shot, slab[2:], *units, cum_tiles is None, ranges is None, partial_out.shape[-1], out.dtype, how)
+    key = key if own is None else (*key, own.key)
     plans = Plans() if plans is None else plans
     launch = plans.get(key)
     if launch is None:
-        launch = plans.keep(key, _prepare(slab, splits, out.stride(0), *how))
+        launch = plans.keep(key, _prepare(slab, splits, own, out.stride(0), *how))
     table = partial_lse if cum_tiles is None else cum_tiles if ranges is None else ranges
-    launch(partial_out, partial_lse, table, out, lse, lse if sinks is None else sinks, slab.peers, slab.state)
+    tensors = (partial_out, partial_lse, table, out, lse, lse if sinks is None else sinks, slab.peers, slab.state)
+    launch(*tensors, *own_tensors(own, lse))
 
 
 def _prepare(
     slab: Slab,
     splits: Splits,
+    own: OwnTokens | None,
     out_stride: int,
     payload: torch.dtype,
     spin_limit: int,
@@ -312,6 +391,7 @@ def _prepare(
     sinks_dtype: torch.dtype | None,
 ) -> Launch:
     """Check that the rows fit the slab and make the launch ready."""
+    assert own is None or (splits.cum_tiles is not None and splits.q_len == 1), "own tokens join splits of one token"
     dim, size = splits.head_dim, payload.itemsize
     num_items = splits.num_tokens * splits.num_q_heads
     if num_items > max_items(slab, dim, size):
@@ -324,7 +404,7 @@ def _prepare(
     return Launch(
         one_shot_kernel,
         (min(num_items, slab.channels),),
-        (num_items, splits.num_rows, splits.num_spans, slab.rank, out_stride, spin_limit),
+        (num_items, splits.num_rows, splits.num_spans, slab.rank, out_stride, spin_limit, *own_numbers(own)),
         (
             slab.num_ranks,
             slab.channels,
@@ -344,6 +424,7 @@ def _prepare(
             sinks_dtype is not None,
             push,
             merge,
+            *own_constants(own),
         ),
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,
