@@ -421,7 +421,8 @@ common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SCALED=False, SLOT=528, HAS_S
 common |= dict(OWN=False, SOFTCAP=False, DK=1, BLOCK_DK=1, K_STRIDE=0, V_STRIDE=0)
 own = dict(OWN=True, SOFTCAP=True, DK=128, BLOCK_DK=128, K_STRIDE=1024, V_STRIDE=1024)
 wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True, SPLIT=16)
-changes = [{}, own, own | dict(COLUMNS=512, SPLIT=-1), dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
+changes = [{}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
+changes += [own, own | dict(COLUMNS=512, SPLIT=-1)]
 if int(sys.argv[1]) >= 89:
     changes.append(dict(PAYLOAD=tl.float8e4nv, SCALED=True, SLOT=144))
 for change in changes:
