@@ -61,7 +61,9 @@ def generate(session: Session) -> None:
             ours, tokens["engine"] = of_engine(session, ids)
             session.record("generate", "engine", config, **timing_fields(ours), value=per_second(ours))
     wanted = [name for name in ("dynamic", "static") if name in args.peers.split(",")]
-    model = plain_model(session) if wanted else None
+    model = None
+    if wanted:
+        model = transformers_model(args.model, args.smoke, session.dtype, session.mesh.device)
     for cache in wanted:
         name = f"transformers {cache}"
         with bench.point("generate", config, name) as go:
@@ -94,19 +96,18 @@ def of_engine(session: Session, ids: list[int]) -> tuple[list[float], list[int]]
     return found[SKIP:], tokens
 
 
-def plain_model(session: Session) -> Any:
+def transformers_model(name: str, smoke: bool, dtype: torch.dtype, device: torch.device) -> Any:
     """Build transformers' own model with the weights that the engine's has."""
     from accelerate import init_empty_weights
     from accelerate.utils import set_module_tensor_to_device
     from transformers import AutoModelForCausalLM
 
-    device, dtype = session.mesh.device, session.dtype
     with init_empty_weights():
-        config = model_config(session.args.model, session.args.smoke)
+        config = model_config(name, smoke)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-    for name, param in list(model.named_parameters()):
-        weight = random_weight(name, param.shape, dtype, device)
-        set_module_tensor_to_device(model, name, device, value=weight, dtype=dtype)
+    for param_name, param in list(model.named_parameters()):
+        weight = random_weight(param_name, param.shape, dtype, device)
+        set_module_tensor_to_device(model, param_name, device, value=weight, dtype=dtype)
     return model.to(device)
 
 
