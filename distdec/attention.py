@@ -60,6 +60,7 @@ class DistributedAttention:
         window: int = 0,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        following: Tensor | None = None,
     ) -> Merged:
         """Attend.
 
@@ -70,6 +71,8 @@ class DistributedAttention:
             window: a query at position t sees keys p with `t - window < p <= t`; 0 is no window.
             softcap: scores become `softcap * tanh(score / softcap)` before the mask; 0 is none.
             sinks: one extra logit a query head that takes part in the softmax without a value, counted once.
+            following: a weight that is read next; a merge of one kernel fetches its first bytes into the device's cache
+                while the partials of decode rows are on their way.
 
         Shapes:
             q: [T, Hq, D], k: [T, Hkv, D], v: [T, Hkv, Dv], heads of this rank, the model's dtype
@@ -103,7 +106,8 @@ class DistributedAttention:
             self.cache.backend.store_kv(k, v, batch.slot_mapping, k_pool, v_pool)
         if self._fuses(q, v_pool, batch):
             splits = self._section(self.cache.backend.decode_splits, "decode", q, pools, batch, options)
-            return self.merge.merge_splits(splits, sinks=sinks, own=own, out_dtype=out_dtype)
+            how = {"sinks": sinks, "own": own, "following": following}
+            return self.merge.merge_splits(splits, out_dtype=out_dtype, **how)
         if self._alone():
             return self._finish(q, pools, batch, options, out_dtype, sinks, own)
         partial = self._partial(q, pools, batch, options, own)

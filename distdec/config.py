@@ -19,7 +19,7 @@ EXPERT_MODES = ("auto", "width", "expert")
 MERGE_TRANSPORTS = ("float32", "bfloat16", "float8_e4m3")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
 REDUCE_MODES = ("auto", "nccl", "one_shot")
-OVERLAPS = ("none", "store")
+OVERLAPS = ("none", "store", "fetch", "both")
 BACKENDS = ("auto", "reference", "triton")
 SWITCH = ("auto", "on", "off")
 MODELS = ("smollm2", "path")
@@ -82,8 +82,9 @@ class ParallelConfig:
     overlap: str = field(
         default="none",
         metadata=_help(
-            "what a decode step does while other work is under way: none, or store: a row's new token is attended to "
-            "apart from the older ones, and stored by the kernel that joins and merges the partials"
+            "what a decode step does while messages are on their way: none; store: a row's new token is attended to "
+            "apart from the older ones, and stored by the kernel that joins and merges the partials; fetch: kernels "
+            "that wait for other ranks ask the GPU's cache for the weight that is read next; both"
         ),
     )
     queries: str = field(

@@ -113,6 +113,7 @@ class OneShotMerge(Merge):
         *,
         sinks: Tensor | None = None,
         own: OwnTokens | None = None,
+        following: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Merged:
         """Join the splits that `decode` left in its workspace and merge them across ranks, in one kernel.
@@ -120,6 +121,7 @@ class OneShotMerge(Merge):
         Args:
             own: new tokens that the splits leave out, one a row: each is added on the rank that holds it, which stores
                 it while the partials are on their way.
+            following: a weight that is read next: its first bytes are fetched into the device's cache meanwhile.
 
         Shapes:
             sinks and returns: as `__call__`; `fits` must hold
@@ -152,6 +154,7 @@ class OneShotMerge(Merge):
             columns=width,
             sinks=sinks,
             own=own,
+            following=following,
         )
         self.calls += 1
         return Merged(out, lse, columns)

@@ -31,8 +31,8 @@ class RankSum:
         group: the ranks.
 
     Attributes:
-        handle: [1] int64 on the CPU, by which a compiled program finds this object; a number would make every model a
-            program of its own.
+        handle: [2] int64 on the CPU, by which a compiled program finds this object, and what follows the sum; numbers
+            would make every model a program of its own.
         reason: what sums, and why.
     """
 
@@ -40,10 +40,11 @@ class RankSum:
         self.group = group
         self.reason = "all-reduce: nothing else was chosen"
         self._kernel: OneShotSum | None = None
-        number = max(_sums, default=-1) + 1
-        _sums[number] = self
+        self._following: list[Tensor] = []
+        self._number = max(_sums, default=-1) + 1
+        _sums[self._number] = self
         # the CPU by name: models are built where tensors go to the meta device
-        self.handle = torch.tensor([number], device="cpu")
+        self.handle = torch.tensor([self._number, -1], device="cpu")
 
     def __call__(self, y: Tensor) -> Tensor:
         """Return the sum of every rank's `y`; whether that is `y` itself, changed, is left open.
@@ -57,12 +58,28 @@ class RankSum:
         Notes:
             Collective: the group. Graph-safe. Host sync: none.
         """
+        return self.add(y, self.handle)
+
+    def add(self, y: Tensor, handle: Tensor) -> Tensor:
+        """Sum, by this object's handle or that of a `SumBefore`."""
         if self._kernel is None:
             dist.all_reduce(y, group=self.group)
             return y
-        if torch.compiler.is_compiling():
-            return sum_over_ranks(y, self.handle)
-        return self._kernel(y)
+        return sum_over_ranks(y, handle) if torch.compiler.is_compiling() else self.launch(y, handle)
+
+    def launch(self, y: Tensor, handle: Tensor) -> Tensor:
+        """Sum in the kernel."""
+        assert self._kernel is not None, "a sum without its kernel"
+        place = int(handle[1])
+        return self._kernel(y) if place < 0 else self._kernel(y, self._following[place])
+
+    def before(self, following: Tensor) -> SumBefore:
+        """Return this sum for a place where a weight is read next, which the kernel fetches into the cache meanwhile.
+
+        Both see `choose` and `close` alike.
+        """
+        self._following.append(following)
+        return SumBefore(self, torch.tensor([self._number, len(self._following) - 1], device="cpu"))
 
     def choose(self, mode: str, mesh: Mesh, timeout_s: float = TIMEOUT_S) -> None:
         """Decide what sums from now on.
@@ -116,6 +133,18 @@ class RankSum:
             self.reason = "all-reduce: the kernel was closed"
 
 
+class SumBefore:
+    """A `RankSum` at one place of a model, by a handle that says what follows."""
+
+    def __init__(self, total: RankSum, handle: Tensor) -> None:
+        self.total = total
+        self.handle = handle
+
+    def __call__(self, y: Tensor) -> Tensor:
+        """Return the sum, as `RankSum`."""
+        return self.total.add(y, self.handle)
+
+
 class OneShotSum:
     """Sum small tensors over all ranks of a mesh with one kernel; larger ones through its group's all-reduce.
 
@@ -156,13 +185,13 @@ class OneShotSum:
         self.fits = bind(fits, self._slabs.slab)
         self._launch = bind(one_shot_sum, self._slabs.slab, spin_limit=spin_limit(timeout_s), plans=Plans())
 
-    def __call__(self, y: Tensor) -> Tensor:
-        """Return the sum as a new contiguous tensor; as `RankSum`."""
+    def __call__(self, y: Tensor, following: Tensor | None = None) -> Tensor:
+        """Return the sum as a new contiguous tensor; as `RankSum`. `following`: a weight that is read next."""
         if self._alarm[0]:
             self.check()
         if self.fits(y.numel(), y.dtype):
             out = y.new_empty(y.shape)
-            self._launch(y.contiguous(), out)
+            self._launch(y.contiguous(), out, following=following)
             return out
         out = y.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=self.mesh.group)
@@ -182,9 +211,9 @@ def sum_over_ranks(y: Tensor, handle: Tensor) -> Tensor:
     """Sum over ranks as one operator, for programs that a compiler traces.
 
     Shapes:
-        y: any; handle: [1] int64 on the CPU, `RankSum.handle`; returns as y, contiguous, never a view of it
+        y: any; handle: [2] int64 on the CPU, as `RankSum.handle`; returns as y, contiguous, never a view of it
     """
-    return _sums[int(handle)]._kernel(y)
+    return _sums[int(handle[0])].launch(y, handle)
 
 
 @sum_over_ranks.register_fake

@@ -123,6 +123,8 @@ class Runner:
         if total is not None:
             total.choose(config.parallel.reduce, mesh, config.parallel.timeout_s)
         runner = cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
+        if config.parallel.overlap in ("fetch", "both"):
+            runner.binding.fetch_following()
         if _switched_on(config.backend.compile, mesh):
             runner.binding.compile()
         if _switched_on(config.backend.graphs, mesh):
@@ -364,7 +366,7 @@ def _make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype
         prefix_caching=options.prefix_caching,
         host_bytes=int(options.host_gb * GIB),
         backend=config.backend.name,
-        own_apart=config.parallel.overlap == "store",
+        own_apart=config.parallel.overlap in ("store", "both"),
     )
 
 

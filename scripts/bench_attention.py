@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from bench_graphs import replay_steps
 from bench_inputs import RAGGED16, Inputs, Shape
 from bench_merge import Merges
@@ -21,7 +22,6 @@ from bench_timing import compare, host_us, rotations_for
 from torch import Tensor
 
 from distdec.attention import DistributedAttention
-from distdec.config import OVERLAPS
 from distdec.mesh import Mesh
 
 KIB = 1024
@@ -151,7 +151,7 @@ def measure_layers(bench: Bench, section: str, shapes: list[Shape], modes: list[
 
 
 def overlap(bench: Bench) -> None:
-    """The layer with each value of `parallel.overlap`, on one GPU and on all."""
+    """The layer on one GPU and on all with `parallel.overlap` none and store; before a product also with fetch."""
     owned = Merges(bench.mesh)
     shapes = [Shape((context * KIB,) * batch) for context in (8, 32) for batch in (1, 8, 32)]
     if bench.smoke:
@@ -164,21 +164,40 @@ def overlap(bench: Bench) -> None:
                 meshes = {ONE: (Mesh.single(bench.device), "auto")}
                 if bench.mesh.world_size > 1:
                     meshes[f"{bench.mesh.kvp_size} GPUs"] = (bench.mesh, owned.get(mode))
-                variants = [
-                    overlap_variant(bench, shape, copies, f"{name} {value}", mesh, merge, value)
-                    for name, (mesh, merge) in meshes.items()
-                    for value in OVERLAPS
-                ]
+                variants = []
+                for name, (mesh, merge) in meshes.items():
+                    for value in ("none", "store"):
+                        inputs = Inputs(mesh, shape, backend=bench.backend, copies=copies, own_apart=value == "store")
+                        variants.append(layer_variant(inputs, merge, f"{name} {value}"))
+                        variants[-1].config["overlap"] = value
+                    variants[-1].baseline = f"{name} none"
+                if len(meshes) > 1:
+                    variants += projected_variants(inputs, merge, name)
                 bench.measure("overlap", shape.config(), variants, timer=bench.timer(rotations=copies))
     owned.close()
 
 
-def overlap_variant(bench: Bench, shape: Shape, copies: int, name: str, mesh: Mesh, merge: Any, value: str) -> Variant:
-    """Return the layer with one value of `parallel.overlap`; related to the one with none."""
-    inputs = Inputs(mesh, shape, backend=bench.backend, copies=copies, own_apart=value == "store")
-    made = layer_variant(inputs, merge, name)
-    made.config["overlap"] = value
-    return made if value == "none" else replace(made, baseline=name.removesuffix(value) + "none")
+def projected_variants(inputs: Inputs, merge: Any, name: str) -> list[Variant]:
+    """Return the layer and the product behind it, without and with its weight fetched during the merge."""
+    width, q = inputs.shape.num_q_heads * inputs.shape.head_dim, inputs.q
+    columns = width // inputs.mesh.kvp_size
+    weights = [torch.randn(width, columns, dtype=q.dtype, device=q.device) for _ in range(inputs.copies)]
+    layer = DistributedAttention(inputs.mesh, inputs.cache, merge=merge)
+    made = []
+    for value in ("store", "both"):
+
+        def call(copy: int, fetched: bool = value == "both"):
+            weight = weights[copy]
+            following = weight if fetched else None
+            merged = layer(q, inputs.k_new, inputs.v_new, inputs.batch, copy, following=following)
+            return merged, torch.nn.functional.linear(merged.out[:, :columns], weight)
+
+        variant = layer_variant(inputs, merge, f"{name} {value}, product")
+        variant.call, variant.check = call, lambda results, check=variant.check: check(results[0])
+        variant.config["overlap"] = value
+        made.append(variant)
+    made[1].baseline = made[0].name
+    return made
 
 
 def eager(bench: Bench) -> None:

@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from distdec.ops import (
     combine_triton,
     decode_triton,
+    fetch_triton,
     one_shot_sum_triton,
     packed_triton,
     prefill_triton,
@@ -224,12 +225,19 @@ def merge_launches(wire):
     return found
 
 
-def sum_launches(num_ranks, numel):
-    """The launch of a sum over ranks."""
+def sum_launches(num_ranks, numel, bulk=None):
+    """The launch of a sum over ranks; with `bulk` True or False beside programs that ask for what is read next."""
     peers, state = torch.zeros(num_ranks + 1, dtype=torch.int64), torch.zeros(529, dtype=torch.int32)
     slab, y = Slab(peers, state, 0, num_ranks, 528, 2048), torch.zeros(numel, dtype=torch.bfloat16)
-    call = lambda: one_shot_sum_triton.one_shot_sum(slab, y, y, spin_limit=1000)  # noqa: E731
-    return record(one_shot_sum_triton, ["one_shot_sum_kernel"], call)
+    following = None if bulk is None else torch.zeros(4096, 4096, dtype=torch.bfloat16)
+    call = lambda: one_shot_sum_triton.one_shot_sum(slab, y, y, spin_limit=1000, following=following)  # noqa: E731
+    fetch_of = one_shot_sum_triton.fetch_of
+    try:
+        if bulk is not None:
+            one_shot_sum_triton.fetch_of = lambda tensor, slab, n: fetch_triton.sized(tensor.nbytes, bulk, slab, n)
+        return record(one_shot_sum_triton, ["one_shot_sum_kernel"], call)
+    finally:
+        one_shot_sum_triton.fetch_of = fetch_of
 
 
 def launches(arch):
@@ -257,6 +265,7 @@ def launches(arch):
         "sum, 2 ranks": sum_launches(2, 4096),
         "sum, 8 ranks": sum_launches(8, 528 * 1024),
         "sum, odd": sum_launches(3, 4097),
+        "sum, fetching": sum_launches(2, 4096, bulk=arch >= 90),
         "merge": merge_launches(torch.float32),
         "merge, bfloat16": merge_launches(torch.bfloat16),
         # 8-bit numbers came to the hardware with sm_89
@@ -289,6 +298,7 @@ def main():
             "wgmma": ptx.count("wgmma.mma_async"),
             "order": product_order(ptx),
             "exchange": exchange_order(ptx),
+            "asks": [ptx.count("prefetch.global.L2 ["), ptx.count("cp.async.bulk.prefetch.L2.global [")],
             "bulk": ptx.count("cp.async.bulk.tensor"),
             "mma": ptx.count("mma.sync"),
             "warps": compiled.metadata.num_warps,

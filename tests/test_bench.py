@@ -209,9 +209,11 @@ def test_bench_attention_relates_each_overlap_to_none(tmp_path, ranks):
     records = [json.loads(line) for line in out.read_text().splitlines()]
     check_whole(records, {"overlap"})
     assert [(record["name"], record["config"]["overlap"]) for record in records] == [
-        (f"{name} {value}", value) for name in ("1 GPU", "2 GPUs") for value in ("none", "store")
+        *((f"{name} {value}", value) for name in ("1 GPU", "2 GPUs") for value in ("none", "store")),
+        *((f"2 GPUs {value}, product", value) for value in ("store", "both")),
     ]
-    assert records[3]["baseline"] == "2 GPUs none"
+    related = [record.get("baseline") for record in records]
+    assert related == [None, "1 GPU none", None, "2 GPUs none", None, "2 GPUs store, product"]
     assert records[3]["time_over_baseline"] == pytest.approx(
         records[3]["median_us"] / records[2]["median_us"], abs=1e-3
     )

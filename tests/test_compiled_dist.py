@@ -61,12 +61,17 @@ def test_sharded_weights_equal_eager_and_layers_share_their_programs(ranks, kvp,
         assert not breaks
 
 
-def summed_in_one_kernel(path):
-    """Relative error of a sharded model's logits, its small sums in the kernel; programs, breaks, launches."""
+def summed_in_one_kernel(path, fetch, compiler):
+    """Relative error of a sharded model's logits, its small sums in the kernel; programs, breaks, launches.
+
+    A launch is told by the name of the weight that follows. Attention's calls are told likewise.
+    """
     from slab_ranks import shared_slabs
     from torch._dynamo.utils import counters
 
     from distdec import shard
+    from distdec.attention import DistributedAttention
+    from distdec.hf.linears import RowLinear
     from distdec.hf.sharding import rank_sum_of
     from distdec.mesh import Mesh
     from distdec.rank_sum import OneShotSum
@@ -77,23 +82,44 @@ def summed_in_one_kernel(path):
         model = shard(lively_model("llama", "distdec"), mesh)
         # prompts of 26 tokens are larger than the slab
         kernel = OneShotSum(mesh, capacity_bytes=8192, map_slabs=shared_slabs(path))
-        launches, launch = [], kernel._launch
-        kernel._launch = lambda y, out: launches.append(tuple(y.shape)) or launch(y, out)
+        names = {id(weight): name for name, weight in model.named_parameters()} | {id(None): None}
+        launches, launch, attend = [], kernel._launch, DistributedAttention.__call__
+
+        def launch_noting(y, out, following):
+            launches.append(names[id(following)])
+            launch(y, out, following=following)
+
+        def attend_noting(self, q, *args, following, **how):
+            # steps of a prompt are larger than the slab
+            launches.extend([names[id(following)]] if kernel.fits(64 * len(q), q.dtype) else [])
+            return attend(self, q, *args, following=following, **how)
+
+        kernel._launch, DistributedAttention.__call__ = launch_noting, attend_noting
         rank_sum_of(model).use(kernel)
-        wrong = error(packed(model, mesh, "all_to_all", compiler="aot_eager"), truth("llama"))
+        try:
+            wrong = error(packed(model, mesh, "all_to_all", compiler=compiler, fetch=fetch), truth("llama"))
+        finally:
+            DistributedAttention.__call__ = attend
+        reduces = [m.reduce is rank_sum_of(model) for m in model.modules() if isinstance(m, RowLinear)]
+        assert reduces == [True] * 6, "close() takes back what was linked"
         rank_sum_of(model).close()
     return wrong, counters["stats"]["unique_graphs"], dict(counters["graph_break"]), launches
 
 
-def test_sums_of_compiled_layers_run_in_the_kernel_and_layers_share_their_programs(ranks, tmp_path):
+@pytest.mark.parametrize(("fetch", "compiler"), [(False, "aot_eager"), (True, "aot_eager"), (True, None)])
+def test_sums_of_layers_run_in_the_kernel_and_compiled_layers_share_their_programs(ranks, tmp_path, fetch, compiler):
+    leaves = ("self_attn.o_proj", "mlp.gate_proj", "self_attn.q_proj")
+    named = [f"model.layers.{i + (leaf == leaves[2])}.{leaf}.weight" for i in range(3) for leaf in leaves]
+    named[-1] = "lm_head.weight"
     for wrong, programs, breaks, launches in ranks(2).run(
-        summed_in_one_kernel, str(tmp_path / "slab"), timeout_s=TIMEOUT_S
+        summed_in_one_kernel, str(tmp_path / "slab"), fetch, compiler, timeout_s=TIMEOUT_S
     ):
         assert wrong <= TOLERANCE
         assert programs <= 2
         assert not breaks
-        # an embedding, and two sums in each of three layers, in each step that fits
-        assert len(launches) % 7 == 0 and len(launches) >= 14
+        # an embedding, then attention and two sums in each of three layers, in each step that fits
+        step = [None, *(named if fetch else [None] * 9)]
+        assert len(launches) >= 20 and launches == step * (len(launches) // 10)
 
 
 def layers_after_close():

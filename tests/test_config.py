@@ -37,7 +37,10 @@ NAN, INF = float("nan"), float("inf")
         (lambda: ParallelConfig(tp=0), "parallel.tp must be at least 1, got 0"),
         (lambda: ParallelConfig(merge="ring"), "parallel.merge must be one of auto, all_reduce"),
         (lambda: ParallelConfig(reduce="gloo"), "parallel.reduce must be one of auto, nccl, one_shot, got 'gloo'"),
-        (lambda: ParallelConfig(overlap="stores"), "parallel.overlap must be one of none, store, got 'stores'"),
+        (
+            lambda: ParallelConfig(overlap="stores"),
+            "parallel.overlap must be one of none, store, fetch, both, got 'stores'",
+        ),
         (lambda: ParallelConfig(transport="fp8"), "parallel.transport must be one of float32, bfloat16, float8_e4m3"),
         (
             lambda: ParallelConfig(merge="all_reduce", transport="float8_e4m3"),

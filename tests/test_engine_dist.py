@@ -79,7 +79,7 @@ def generate_all(folder, merge, tp, overlap):
     ("num_ranks", "tp", "merge", "collectives", "overlap"),
     [
         (2, 1, "all_reduce", 2, "none"),
-        (2, 1, "reduce_scatter", 2, "store"),
+        (2, 1, "reduce_scatter", 2, "both"),
         (3, 1, "all_to_all", 1, "none"),
         (3, 1, "all_gather", 1, "store"),
         (4, 2, "auto", 1, "none"),

@@ -418,11 +418,12 @@ types |= {name: "*bf16" for name in ("p_q", "p_k", "p_v", "p_k_pool", "p_v_pool"
 types |= {"score_scale": "fp32", "cap_log2": "fp32"}
 common = dict(CHANNELS=528, CAPACITY=15872, HKV=8, G=4, Q_LEN=1, D=128, BLOCK_D=128, BLOCK_C=32, SPLIT=0, COLUMNS=0)
 common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SCALED=False, SLOT=528, HAS_SINKS=False, PUSH=True, MERGE=True)
+common |= dict(FETCHERS=0, BULK=False, THREADS=128)
 common |= dict(OWN=False, SOFTCAP=False, DK=1, BLOCK_DK=1, K_STRIDE=0, V_STRIDE=0)
 own = dict(OWN=True, SOFTCAP=True, DK=128, BLOCK_DK=128, K_STRIDE=1024, V_STRIDE=1024)
 wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True, SPLIT=16)
 changes = [{}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
-changes += [own, own | dict(COLUMNS=512, SPLIT=-1)]
+changes += [own, own | dict(COLUMNS=512, SPLIT=-1), own | dict(FETCHERS=132, BULK=int(sys.argv[1]) >= 90)]
 if int(sys.argv[1]) >= 89:
     changes.append(dict(PAYLOAD=tl.float8e4nv, SCALED=True, SLOT=144))
 for change in changes:
@@ -441,6 +442,8 @@ for change in changes:
     # one tells all threads what the polling thread saw, the other one is ours
     assert ptx.count("bar.sync", ptx.rindex("ld.global.sys.acquire"), read) >= 2, "no barrier after the wait"
     assert "multimem" not in ptx
+    asks = [ptx.count(".global.L2 ["), ptx.count("cp.async.bulk.prefetch.L2.global [")]
+    assert asks == [0, 0] if not constants["FETCHERS"] else max(asks) == 1, "one request a piece"
     assert ".local" not in ptx, "registers spill"
 """
 

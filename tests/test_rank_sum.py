@@ -234,8 +234,8 @@ class StandIn:
         self.seen = []
         self.closed = False
 
-    def __call__(self, y):
-        self.seen.append(tuple(y.shape))
+    def __call__(self, y, following=None):
+        self.seen.append((*y.shape, following))
         return 2 * y
 
     def close(self):
@@ -255,15 +255,17 @@ class Block(torch.nn.Module):
         return x + self.second(self.first(x).relu())
 
 
-def test_compiled_layers_find_the_sum_by_its_handle_and_share_a_program():
+@pytest.mark.parametrize("linked", [False, True])
+def test_compiled_layers_find_the_sum_by_its_handle_and_share_a_program(linked):
     torch.compiler.reset()
     counters.clear()
     others = [RankSum("a group") for _ in range(2)]
     total, kernel = RankSum("a group"), StandIn()
     total.use(kernel)
-    assert len({int(one.handle) for one in (*others, total)}) == 3
+    assert len({int(one.handle[0]) for one in (*others, total)}) == 3
     generator = torch.Generator().manual_seed(0)
-    blocks = [Block(total, generator) for _ in range(3)]
+    following = [torch.zeros(1) if linked else None for _ in range(3)]
+    blocks = [Block(total if weight is None else total.before(weight), generator) for weight in following]
     inputs = [torch.randn(tokens, 8, generator=generator) for tokens in (3, 5)]
     with torch.no_grad():
         want = [blocks[2](blocks[1](blocks[0](x))) for x in inputs]
@@ -273,7 +275,11 @@ def test_compiled_layers_find_the_sum_by_its_handle_and_share_a_program():
         got = [blocks[2](blocks[1](blocks[0](x))) for x in inputs]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    assert kernel.seen == seen and len(seen) == 12
+    assert [call[:2] for call in kernel.seen] == [call[:2] for call in seen]
+    # both sums of a block come before the same weight
+    wanted = [id(weight) for _ in inputs for weight in following for _ in range(2)]
+    assert [id(call[2]) for call in kernel.seen] == wanted
+    assert len(seen) == 12
     assert counters["stats"]["unique_graphs"] == 1
     total.close()
     assert kernel.closed and total.reason.startswith("all-reduce")
@@ -283,7 +289,8 @@ def test_the_operator_keeps_its_promises():
     total = RankSum("a group")
     total.use(StandIn())
     for y in (torch.randn(2, 3), torch.randn(4, 1, 8)):
-        torch.library.opcheck(torch.ops.distdec.sum_over_ranks.default, (y, total.handle))
+        for handle in (total.handle, total.before(y).handle):
+            torch.library.opcheck(torch.ops.distdec.sum_over_ranks.default, (y, handle))
 
 
 def test_an_embedding_of_parts_is_summed_before_it_is_scaled():
@@ -292,7 +299,7 @@ def test_an_embedding_of_parts_is_summed_before_it_is_scaled():
     embedding = VocabEmbedding(table[2:5].clone(), (2, 5), 3.0, kernel)
     got = embedding(torch.tensor([[2, 0, 4]]))
     assert got.tolist() == [[[24.0, 30.0], [0.0, 0.0], [48.0, 54.0]]]
-    assert kernel.seen == [(1, 3, 2)]
+    assert kernel.seen == [(1, 3, 2, None)]
 
 
 def test_an_error_that_may_be_one_ranks_own_is_not_taken_for_a_refusal(monkeypatch):

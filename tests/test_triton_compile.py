@@ -118,5 +118,9 @@ def test_the_sum_over_ranks_moves_wide_words_between_its_barriers(reports, arch)
         waited, read = order.rindex("A"), order.index("L")
         assert order.count("B", waited, read) >= 2, order
         assert order.count("L") == num_ranks and order.endswith("LSs"), order
+    asks = {report["case"]: report["asks"] for report in reports[arch] if "sum" in report["case"]}
+    assert asks.pop("sum, fetching") == ([0, 1] if arch >= 90 else [1, 0]), "one request a thread and round"
+    assert set(map(tuple, asks.values())) == {(0, 0)}
+    assert orders["sum, fetching"] == orders["sum, 2 ranks"]
     # a size that is no multiple of a wide word moves one number at a time
     assert "S" not in orders["sum, odd"] and "L" not in orders["sum, odd"]

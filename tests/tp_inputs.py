@@ -60,10 +60,10 @@ def poisoned(cache):
     return cache
 
 
-def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, compiler=None, **options):
+def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, compiler=None, fetch=False, **options):
     """Decode greedily with packed rows, as an engine does: two prompts, then the third next to their decode rows.
 
-    With a `compiler` the layers are compiled by that backend of torch.compile.
+    With a `compiler` the layers are compiled by that backend of torch.compile. `fetch`: as `fetch_following`.
     """
     from distdec.attention import DistributedAttention
     from distdec.hf import bind_engine, merge_for
@@ -81,6 +81,8 @@ def packed(model, mesh, merge, prompts=None, new_tokens=NEW_TOKENS, compiler=Non
     )
     poisoned(cache)
     binding = bind_engine(model, DistributedAttention(mesh, cache, merge=merge_for(model, mesh, merge)))
+    if fetch:
+        binding.fetch_following()
     if compiler is not None:
         binding.compile(backend=compiler, options=None)
     if prompts is None:

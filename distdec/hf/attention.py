@@ -18,8 +18,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
-from distdec.hf import compiled
+from distdec.hf import compiled, following
 from distdec.hf.compiled import LayerCall
+from distdec.hf.sharding import rank_sum_of
 from distdec.hf.support import NAME, UnsupportedModel, check_model, check_window, refuse_mask_pattern
 from distdec.merge import column_range
 
@@ -177,6 +178,7 @@ class EngineBinding:
         self.batch: StepBatch | None = None
         self.mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=next(model.parameters()).device)
         self._modules = _attention_modules(model, self.geometry.num_layers)
+        self._following: list[Tensor | None] = [None] * len(self._modules)
         for module in self._modules:
             if _BINDING in module.__dict__:
                 raise ValueError("the model is already bound to an engine; close() that binding first")
@@ -216,6 +218,16 @@ class EngineBinding:
         """Run the model's layers through torch.compile from now on; `how`: overrides of its arguments."""
         compiled.compile_layers(compiled.layers_of(self.model, self._modules), **how)
 
+    def fetch_following(self) -> None:
+        """Fetch weights into the device's cache while layers wait for other ranks, from now on.
+
+        Before `compile` and before steps are captured.
+        """
+        self._following = following.after_attention(self._modules)
+        total, layers = rank_sum_of(self.model), compiled.layers_of(self.model, self._modules)
+        if total is not None:
+            following.link_sums(total, layers, self._modules, self.model.get_output_embeddings())
+
     def columns(self, width: int) -> int:
         """Return how many of an attention output's `width` columns this rank gets."""
         if self.attention.merge.replicated:
@@ -242,12 +254,16 @@ class EngineBinding:
             window=call.window,
             softcap=call.softcap,
             sinks=call.sinks,
+            following=self._following[layer],
         )
         return merged.out[None]
 
     def close(self) -> None:
         """Take the binding off the model, and what was compiled with it."""
-        compiled.uncompile_layers(compiled.layers_of(self.model, self._modules))
+        layers, total = compiled.layers_of(self.model, self._modules), rank_sum_of(self.model)
+        compiled.uncompile_layers(layers)
+        if total is not None:
+            following.unlink_sums(total, layers)
         for module in self._modules:
             module.__dict__.pop(_BINDING, None)
             module.__dict__.pop(compiled.HANDLE, None)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from distdec.ops.fetch_triton import fetch_of, fetch_share
 from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.slab_triton import (
     MAX_REGISTERS,
@@ -55,15 +56,17 @@ def elements(address, like):
 
 # every rank must run the very same instructions, so what differs between ranks is left unspecialised; the size, which
 # does not, is, since accesses under a mask are wide only where its multiple is known
-@triton.jit(do_not_specialize=["rank", "spin_limit"])
+@triton.jit(do_not_specialize=["rank", "spin_limit", "num_pieces"])
 def one_shot_sum_kernel(
     p_in,
     p_out,
     p_peers,
     p_state,
+    p_next,
     numel,
     rank,
     spin_limit,
+    num_pieces,
     N: tl.constexpr,
     CHANNELS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -72,10 +75,22 @@ def one_shot_sum_kernel(
     BLOCK_N: tl.constexpr,
     PUSH: tl.constexpr,
     MERGE: tl.constexpr,
+    FETCHERS: tl.constexpr,
+    BULK: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
-    """Push, wait and add; protocol in `slab_triton`. PUSH, MERGE: apart only where all ranks are simulated."""
+    """Push, wait and add; protocol in `slab_triton`. PUSH, MERGE: apart only where all ranks are simulated.
+
+    The last FETCHERS programs ask for `num_pieces` pieces at `p_next` instead.
+    """
     c = tl.program_id(0)
-    stride = tl.num_programs(0) * BLOCK
+    programs = tl.num_programs(0) - FETCHERS
+    # the outer one is decided when the kernel is compiled
+    if FETCHERS > 0:  # noqa: SIM102
+        if c >= programs:
+            fetch_share(p_next, num_pieces, c - programs, FETCHERS, BULK, THREADS)
+            return
+    stride = programs * BLOCK
     epoch = tl.load(p_state + c) + 1
     failed = tl.load(p_state + CHANNELS)
     # early, so that the address is at hand when the flags are up
@@ -118,6 +133,7 @@ def one_shot_sum(
     out: Tensor,
     *,
     spin_limit: int,
+    following: Tensor | None = None,
     push: bool = True,
     merge: bool = True,
     plans: Plans | None = None,
@@ -127,6 +143,7 @@ def one_shot_sum(
     Args:
         slab: where to push, and this rank's state.
         spin_limit: polls of flags by one program before ranks count as lost.
+        following: what is read next: its first bytes are fetched into the cache meanwhile, see `fetch_triton`.
         push, merge: both; apart only where all ranks are simulated in one process.
         plans: keeps the launch for the next call of this size.
 
@@ -140,24 +157,35 @@ def one_shot_sum(
         In-place: writes out, the slabs. Collective: the ranks of the slab. Graph-safe. Host sync: none.
     """
     key = (one_shot_sum, slab[2:], y.numel(), y.dtype, spin_limit, push, merge)
+    key = key if following is None else (*key, following.shape, following.dtype)
     plans = Plans() if plans is None else plans
     launch = plans.get(key)
     if launch is None:
-        launch = plans.keep(key, _prepare(slab, y.numel(), y.dtype, spin_limit, push, merge))
-    launch(y, out, slab.peers, slab.state)
+        launch = plans.keep(key, _prepare(slab, y.numel(), y.dtype, spin_limit, following, push, merge))
+    launch(y, out, slab.peers, slab.state, out if following is None else following)
 
 
-def _prepare(slab: Slab, numel: int, dtype: torch.dtype, spin_limit: int, push: bool, merge: bool) -> Launch:
+def _prepare(
+    slab: Slab,
+    numel: int,
+    dtype: torch.dtype,
+    spin_limit: int,
+    following: Tensor | None,
+    push: bool,
+    merge: bool,
+) -> Launch:
     """Check that the tensor fits the slab and make the launch ready."""
     if not fits(slab, numel, dtype):
         raise ValueError(
             f"{numel} numbers of {dtype} do not fit the slab: {_num_blocks(numel, dtype)} blocks of {BLOCK_BYTES} "
             f"bytes, {slab.channels * (slab.capacity // BLOCK_BYTES)} at most, of {', '.join(map(str, DTYPES))}"
         )
+    num_programs = min(_num_blocks(numel, dtype), slab.channels)
+    fetch = fetch_of(following, slab, num_programs)
     return Launch(
         one_shot_sum_kernel,
-        (min(_num_blocks(numel, dtype), slab.channels),),
-        (numel, slab.rank, spin_limit),
+        (num_programs + fetch.num_programs if num_programs else 0,),
+        (numel, slab.rank, spin_limit, fetch.num_pieces),
         (
             slab.num_ranks,
             slab.channels,
@@ -167,6 +195,7 @@ def _prepare(slab: Slab, numel: int, dtype: torch.dtype, spin_limit: int, push: 
             triton.next_power_of_2(slab.num_ranks),
             push,
             merge,
+            *fetch.constants,
         ),
         num_warps=NUM_WARPS,
         maxnreg=MAX_REGISTERS,

@@ -29,6 +29,7 @@ from distdec.ops.combine_triton import (
     fold_partials,
     unit_range,
 )
+from distdec.ops.fetch_triton import fetch_of, fetch_share
 from distdec.ops.launch_triton import Launch, Plans
 from distdec.ops.own import OwnTokens
 from distdec.ops.own_triton import add_own, load_own, own_constants, own_numbers, own_tensors, store_own
@@ -141,7 +142,7 @@ def merge_row(
 
 
 # rank and the counts are left unspecialised: every rank must run the very same instructions
-@triton.jit(do_not_specialize=["num_items", "num_rows", "num_spans", "rank", "out_stride", "spin_limit"])
+@triton.jit(do_not_specialize=["num_items", "num_rows", "num_spans", "rank", "out_stride", "spin_limit", "num_pieces"])
 def one_shot_kernel(
     p_in,
     p_in_lse,
@@ -151,6 +152,7 @@ def one_shot_kernel(
     p_sinks,
     p_peers,
     p_state,
+    p_next,
     p_q,
     p_k,
     p_v,
@@ -163,6 +165,7 @@ def one_shot_kernel(
     rank,
     out_stride,
     spin_limit,
+    num_pieces,
     score_scale,
     cap_log2,
     q_stride_token,
@@ -189,6 +192,9 @@ def one_shot_kernel(
     HAS_SINKS: tl.constexpr,
     PUSH: tl.constexpr,
     MERGE: tl.constexpr,
+    FETCHERS: tl.constexpr,
+    BULK: tl.constexpr,
+    THREADS: tl.constexpr,
     OWN: tl.constexpr,
     SOFTCAP: tl.constexpr,
     DK: tl.constexpr,
@@ -203,11 +209,17 @@ def one_shot_kernel(
     is a `Partial` [T, Hq, D], LSE in natural log, with Q_LEN 1, HKV 1, G = Hq.
     COLUMNS: width of a rank's share of the Hq * D columns, 0 where every rank gets all.
     PUSH, MERGE: both in one launch; apart, in two launches, where all ranks are simulated one after the other.
+    FETCHERS: programs, the last ones, that ask for `num_pieces` pieces at `p_next` instead.
     OWN: each token itself is added before its row is pushed, and stored while the rows are on their way; takes Q_LEN 1.
     """
     R: tl.constexpr = Q_LEN * G
     c = tl.program_id(0)
-    programs = tl.num_programs(0)
+    programs = tl.num_programs(0) - FETCHERS
+    # the outer one is decided when the kernel is compiled
+    if FETCHERS > 0:  # noqa: SIM102
+        if c >= programs:
+            fetch_share(p_next, num_pieces, c - programs, FETCHERS, BULK, THREADS)
+            return
     epoch = tl.load(p_state + c) + 1
     failed = tl.load(p_state + CHANNELS)
     # early, so that the addresses are at hand when the row is; nothing here waits for these three loads
@@ -339,6 +351,7 @@ def one_shot(
     columns: int = 0,
     sinks: Tensor | None = None,
     own: OwnTokens | None = None,
+    following: Tensor | None = None,
     push: bool = True,
     merge: bool = True,
     plans: Plans | None = None,
@@ -352,6 +365,7 @@ def one_shot(
         spin_limit: polls of flags by one program before ranks count as lost.
         columns: width of every rank's share of the flattened Hq x Dv columns; 0: every rank gets all of them.
         own: tokens to add to splits that are not joined, one a row, and to store; see `own.py`.
+        following: what is read next: its first bytes are fetched into the cache meanwhile, see `fetch_triton`.
         push, merge: both; apart only where all ranks are simulated in one process.
         plans: keeps the launch for the next call of these shapes.
 
@@ -369,19 +383,21 @@ def one_shot(
     how = (payload, spin_limit, columns, push, merge, None if sinks is None else sinks.dtype)
     key = (one_shot, slab[2:], *units, cum_tiles is None, ranges is None, partial_out.shape[-1], out.dtype, how)
     key = key if own is None else (*key, own.key)
+    key = key if following is None else (*key, following.shape, following.dtype)
     plans = Plans() if plans is None else plans
     launch = plans.get(key)
     if launch is None:
-        launch = plans.keep(key, _prepare(slab, splits, own, out.stride(0), *how))
+        launch = plans.keep(key, _prepare(slab, splits, own, following, out.stride(0), *how))
     table = partial_lse if cum_tiles is None else cum_tiles if ranges is None else ranges
     tensors = (partial_out, partial_lse, table, out, lse, lse if sinks is None else sinks, slab.peers, slab.state)
-    launch(*tensors, *own_tensors(own, lse))
+    launch(*tensors, lse if following is None else following, *own_tensors(own, lse))
 
 
 def _prepare(
     slab: Slab,
     splits: Splits,
     own: OwnTokens | None,
+    following: Tensor | None,
     out_stride: int,
     payload: torch.dtype,
     spin_limit: int,
@@ -401,10 +417,13 @@ def _prepare(
         )
     kind = splits.split_tiles if splits.ranges is None else FROM_TABLE
     block_d = triton.next_power_of_2(dim)
+    num_programs = min(num_items, slab.channels)
+    fetch = fetch_of(following, slab, num_programs)
+    numbers = (num_items, splits.num_rows, splits.num_spans, slab.rank, out_stride, spin_limit, fetch.num_pieces)
     return Launch(
         one_shot_kernel,
-        (min(num_items, slab.channels),),
-        (num_items, splits.num_rows, splits.num_spans, slab.rank, out_stride, spin_limit, *own_numbers(own)),
+        (num_programs + fetch.num_programs if num_programs else 0,),
+        (*numbers, *own_numbers(own)),
         (
             slab.num_ranks,
             slab.channels,
@@ -424,6 +443,7 @@ def _prepare(
             sinks_dtype is not None,
             push,
             merge,
+            *fetch.constants,
             *own_constants(own),
         ),
         num_warps=NUM_WARPS,
