@@ -142,6 +142,7 @@ class StepBuffers:
         rows: Sequence[tuple[int, int]],
         *,
         q_len: int | None = None,
+        num_decode: int | None = None,
         pad: Padding = NO_PADDING,
         derive: bool = True,
     ) -> StepBatch:
@@ -151,6 +152,7 @@ class StepBuffers:
             rows: (seq_id, number of new tokens); a row may have none. The new tokens are the sequence's last ones.
             q_len: query tokens of a decode row. The leading rows that have exactly this many run in the decode
                 kernel, the rest in the prefill kernel. Default: the first row's count where it is at most 16.
+            num_decode: so many leading rows run in the decode kernel instead, each filled up to `q_len` tokens.
             pad: to fill the step up with.
             derive: cut the views into tiles now; otherwise `derive` has to be called before a layer attends.
 
@@ -161,9 +163,10 @@ class StepBuffers:
         if q_len is None:
             q_len = rows[0][1] if rows and 1 <= rows[0][1] <= MAX_DECODE_TOKENS else 1
         counts = [count for _, count in rows]
-        num_decode = len(counts)
-        if counts.count(q_len) != num_decode:
-            num_decode = next(i for i, count in enumerate(counts) if count != q_len)
+        if num_decode is None:
+            num_decode = len(counts)
+            if counts.count(q_len) != num_decode:
+                num_decode = next(i for i, count in enumerate(counts) if count != q_len)
         shape = shape_of(counts, num_decode, q_len, pad)
         seqs = [seq for seq, _ in rows]
         lens, tables = self.kv.local_rows(seqs, self.kvp_rank)
@@ -254,8 +257,8 @@ class StepBuffers:
             positions[:at] = lens[:at] - 1
             slots[:at] = self._rows.last_slots(lens)[:at]
         for row in range(first, len(counts)):
-            if row == num_decode:
-                at = shape.decode_tokens
+            if row <= num_decode:
+                at = row * shape.q_len if row < num_decode else shape.decode_tokens
             stop, length = at + counts[row], int(lens[row])
             slots[at:stop] = tables[row].slots(length - counts[row], length)
             positions[at:stop] = np.arange(length - counts[row], length)
@@ -275,8 +278,10 @@ class StepBuffers:
                 ranges[stop : first + rows] = 0
                 cumulate(cum[at : at + rows + 1], ends[some] - begins[some])
         indptr = self._segment("q_indptr")
+        lengths = counts.copy()
+        lengths[:num_decode] = shape.q_len
         for some, _, rows, at in shape.sections(num_decode, len(counts), len(indptr) // 2):
-            cumulate(indptr[at : at + rows + 1], counts[some])
+            cumulate(indptr[at : at + rows + 1], lengths[some])
 
     def _upload(self, num_views: int) -> None:
         if not self._staging:

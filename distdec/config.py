@@ -26,6 +26,8 @@ MODELS = ("smollm2", "path")
 WORKLOADS = ("prompt", "passkey", "jsonl")
 ON_ERROR = ("stop", "skip")
 MAX_CHUNK_FRAMES = 8
+# a decode row holds 16 tokens at most, the pending one among them
+MAX_DRAFT_TOKENS = 15
 # beyond any use, and still exact in the integers they become
 MAX_TIMEOUT_S = 1e6
 MAX_MEMORY_GB = 1e6
@@ -215,6 +217,17 @@ class SchedulerConfig:
         default=True,
         metadata=_help("launch greedy decode steps before the tokens of the one before are read, so that none waits"),
     )
+    num_draft_tokens: int = field(
+        default=0,
+        metadata=_help(
+            f"most tokens guessed for a request and checked in one step, up to {MAX_DRAFT_TOKENS}; 0: none. Turns "
+            "lookahead off"
+        ),
+    )
+    ngram_min: int = field(
+        default=2, metadata=_help("drafts follow an earlier place of at least so many of the last tokens")
+    )
+    ngram_max: int = field(default=4, metadata=_help("of such places that of the longest match counts, up to this"))
     reserve_tokens: int = field(
         default=256,
         metadata=_help("tokens a running request may still grow by when another is admitted; beyond, it is preempted"),
@@ -232,6 +245,9 @@ class SchedulerConfig:
         _check_float("scheduler.decode_deadline_ms", self.decode_deadline_ms, 0.0, None)
         if not isinstance(self.lookahead, bool):
             raise ValueError(f"scheduler.lookahead must be true or false, got {self.lookahead!r}")
+        _check_int("scheduler.num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+        _check_int("scheduler.ngram_min", self.ngram_min, 1, None)
+        _check_int("scheduler.ngram_max", self.ngram_max, self.ngram_min, None)
         _check_int("scheduler.reserve_tokens", self.reserve_tokens, 0, None)
         _check_float("scheduler.priority_ageing_s", self.priority_ageing_s, 0.0, None, open_low=True)
         if self.max_rows > self.token_budget:

@@ -15,44 +15,29 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 from distdec.arrival import Arrival
 from distdec.batch import StepBatch
 from distdec.capacity import no_room
+from distdec.completion import Completion, from_words, to_words
 from distdec.config import SchedulerConfig
 from distdec.detokenize import TextStream
 from distdec.progress import RequestState
 from distdec.replay import Replay
-from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
+from distdec.request import FinishReason, PlanKind, Request, Row, SamplingParams, StepPlan
 from distdec.row_tables import NO_PADDING
 from distdec.runner import Runner
 from distdec.sampling import SamplingRow, sample
 from distdec.scheduler import Scheduler
+from distdec.speculative import Proposer, verify
 
-_REASONS = tuple(FinishReason)
 _SHARE_WORDS = 1 << 18  # integers a message, well below what a mesh agrees on at once
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What became of one request. Times in seconds, from its `add()`; `tpot_s` is the mean after the first token.
-
-    On ranks other than 0 `text` is empty.
-    """
-
-    request_id: int
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    seed: int
-    text: str = ""
-    ttft_s: float = 0.0
-    tpot_s: float = 0.0
-    total_s: float = 0.0
-
-
 class StepEvent(NamedTuple):
-    """One request's share of a step: its new token and the text that became certain, and why it ended, if it did."""
+    """A new token of a request, the text that became certain with it, and why it ended, if it did."""
 
     request_id: int
     token_id: int | None
@@ -98,6 +83,8 @@ class Engine:
         config: of the scheduler.
         eos_ids: tokens that end a request; None takes the model's.
         tokenizer: anything with transformers' `decode`; used on rank 0, for texts and stop strings.
+        propose: where the drafts of speculative rows come from; None: the request's own text, by n-grams. Used on rank
+            0 alone, and only with `num_draft_tokens` above 0.
     """
 
     def __init__(
@@ -107,6 +94,7 @@ class Engine:
         *,
         eos_ids: Collection[int] | None = None,
         tokenizer: Any = None,
+        propose: Proposer | None = None,
     ) -> None:
         self.runner = runner
         self.mesh = runner.mesh
@@ -116,6 +104,8 @@ class Engine:
         self.max_positions = text_config.max_position_embeddings
         self.eos_ids = frozenset(model_eos_ids(runner.model) if eos_ids is None else eos_ids)
         config = config or SchedulerConfig()
+        if propose is not None and not config.num_draft_tokens:
+            raise ValueError("propose= has no use with scheduler.num_draft_tokens=0: no drafts are asked for")
         parking = self.cache.host and self.cache.host.parking
         self.scheduler = Scheduler(
             config,
@@ -124,6 +114,7 @@ class Engine:
             prefix_caching=self.cache.prefix_caching,
             lookahead=config.lookahead and runner.logits_agree,
             host=parking,
+            propose=propose,
         )
         self.replay = Replay(self.cache.kv, self.cache.prefix_caching, parking)
         self.tokenizer = tokenizer
@@ -134,6 +125,8 @@ class Engine:
         # a plan whose tokens are not told yet, and on rank 0 those tokens
         self._untold: StepPlan | None = None
         self._late: tuple[int, ...] = ()
+        # on rank 0, what the speculative rows of the step before keep
+        self._kept: tuple[tuple[int, int], ...] = ()
 
     def add(
         self,
@@ -201,6 +194,7 @@ class Engine:
         if not self.mesh.is_leader:
             if plan.late:
                 self._tell(plan.late)
+            self.replay.keep(plan.kept)
             self.replay.admit(plan)
         if self.cache.host is not None:
             self.cache.host.carry()
@@ -226,11 +220,11 @@ class Engine:
         plan, error = None, None
         if self.mesh.is_leader:
             try:
-                plan = replace(decide(), late=self._late)
+                plan = replace(decide(), late=self._late, kept=self._kept)
+                self._late, self._kept = (), ()
             except Exception as raised:
                 # the others already wait for a plan
                 plan, error = StepPlan(0, PlanKind.FAIL), raised
-            self._late = ()
         words = self.mesh.agree(None if plan is None else plan.encode())
         if plan is None:
             plan = StepPlan.decode(words)
@@ -244,63 +238,76 @@ class Engine:
             return None
         rows = [(row.request_id, len(row.token_ids)) for row in plan.rows]
         pad = self.runner.padding(plan)
-        batch = self.cache.begin_step(rows, q_len=1, pad=pad, derive=pad == NO_PADDING)
+        shape = {"q_len": max(plan.q_len, pad.q_len), "num_decode": plan.num_decode}
+        batch = self.cache.begin_step(rows, **shape, pad=pad, derive=pad == NO_PADDING)
         self.peak_tokens = max(self.peak_tokens, self.cache.kv.held_tokens(self.mesh.kvp_rank))
         return batch
 
-    def _sample(self, step: _Launched) -> dict[int, int | None]:
-        needed = [row.request_id for row in step.plan.rows if row.needs_logits]
+    def _sample(self, step: _Launched) -> dict[int, list[int | None]]:
+        """Return the new tokens of each request; None as the last of them where logits are unusable."""
+        needed = [row for row in step.plan.rows if row.needs_logits]
         if not needed:
             return {}
         if step.tokens is None:
-            states = [self._state(request_id) for request_id in needed]
-            rows = [None if state.plain else self._sampling_row(state) for state in states]
-            return dict(zip(needed, sample(self.runner.ready(), rows), strict=True))
+            rows = [sampling for row in needed for sampling in self._sampling_rows(row)]
+            found = iter(sample(self.runner.ready(), rows))
+            chosen = {row.request_id: list(islice(found, row.num_logits)) for row in needed}
+            return verify(step.plan, chosen, self.scheduler.running, self.eos_ids)
         tokens = step.tokens.read()
         if self._next is not None:
             # of a row that cannot go on, whose token nobody needs, the device took token 0
             self._late = tuple([max(token, 0) for token in tokens])
             self._tell(self._late)
         # one that ended with the step before has run a row too many
-        pairs = [pair for pair in zip(needed, tokens, strict=True) if pair[0] in self._live]
-        return {request_id: None if token < 0 else token for request_id, token in pairs}
+        pairs = [(row.request_id, token) for row, token in zip(needed, tokens, strict=True)]
+        return {i: [None if token < 0 else token] for i, token in pairs if i in self._live}
 
     def _state(self, request_id: int) -> RequestState:
         # a request may have been cancelled while its step ran; its token is dropped at commit
         return self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
 
-    def _sampling_row(self, state: RequestState) -> SamplingRow:
-        params = state.request.sampling
-        seen: Sequence[int] = ()
+    def _sampling_rows(self, row: Row) -> list[SamplingRow | None]:
+        """Return how the token behind each of a row's logits is chosen, if all drafts before it are right."""
+        state = self._state(row.request_id)
+        if state.plain:
+            return [None] * row.num_logits
+        params, seed, count = state.request.sampling, self._live[row.request_id].seed, len(state.output_ids)
+        seen: tuple[int, ...] = ()
         if params.repetition_penalty != 1.0:
             seen = (*state.request.prompt_ids, *state.output_ids)
-        return SamplingRow(params, self._live[state.request_id].seed, len(state.output_ids), seen)
+        return [SamplingRow(params, seed, count + i, seen and (*seen, *row.drafts[:i])) for i in range(row.num_logits)]
 
-    def _commit(self, plan: StepPlan, tokens: dict[int, int | None]) -> StepResult:
+    def _commit(self, plan: StepPlan, tokens: dict[int, list[int | None]]) -> StepResult:
         if not self.mesh.is_leader:
             return StepResult(plan)
         texts, stopped = self._push(tokens)
+        self._kept = tuple([(r.request_id, r.start + len(tokens[r.request_id])) for r in plan.rows if r.num_drafts])
+        self.replay.keep(self._kept)
         events = []
         for request_id, token, reason in self.scheduler.commit(plan, tokens, stopped):
-            text = texts.get(request_id, "")
+            text = texts[request_id].pop(0)
             if reason is not None and (stream := self._live[request_id].text) is not None:
                 text += stream.finish()
             events.append(StepEvent(request_id, token, text, reason))
         finished = [request_id for request_id in self.scheduler.finished if request_id in self._live]
         return StepResult(plan, tuple(events), tuple([self._complete(request_id) for request_id in finished]))
 
-    def _push(self, tokens: dict[int, int | None]) -> tuple[dict[int, str], set[int]]:
-        """Return the text that new tokens make certain, and the requests whose text met a stop string."""
+    def _push(self, tokens: dict[int, list[int | None]]) -> tuple[dict[int, list[str]], set[int]]:
+        """Return the text that each new token makes certain, and the requests whose text met a stop string.
+
+        What comes behind such a token is taken out of `tokens`.
+        """
         now, texts, stopped = time.perf_counter(), {}, set()
-        for request_id, token in tokens.items():
-            live = self._live[request_id]
+        for request_id, new in tokens.items():
+            live, pieces = self._live[request_id], []
             stream = live.text
-            if token is not None:
-                live.first_token = live.first_token or now
-                if stream is not None:
-                    texts[request_id] = stream.push(token)
-            if stream is not None and stream.stopped:
-                stopped.add(request_id)
+            for token in new:
+                live.first_token = live.first_token or (0.0 if token is None else now)
+                pieces.append("" if stream is None or token is None else stream.push(token))
+                if stream is not None and stream.stopped:
+                    stopped.add(request_id)
+                    break
+            texts[request_id], tokens[request_id] = pieces, new[: len(pieces)]
         return texts, stopped
 
     def _complete(self, request_id: int) -> Completion:
@@ -369,24 +376,12 @@ class Engine:
 
     def _share(self, completions: list[Completion]) -> list[Completion]:
         """Tell every rank rank 0's completions, texts left out."""
-        words: list[int] = []
-        for done in completions:
-            times = (round(1e9 * seconds) for seconds in (done.ttft_s, done.tpot_s, done.total_s))
-            head = (done.request_id, _REASONS.index(done.finish_reason), done.seed, *times)
-            words += [*head, len(done.token_ids), *done.token_ids]
+        words = to_words(completions)
         [total] = self.mesh.agree([len(words)])
         shared: list[int] = []
         for start in range(0, total, _SHARE_WORDS):
             shared += self.mesh.agree(words[start : start + _SHARE_WORDS])
-        if self.mesh.is_leader:
-            return completions
-        others, at = [], 0
-        while at < total:
-            request_id, reason, seed, ttft, tpot, whole, count = shared[at : at + 7]
-            at += 7 + count
-            ids = tuple(shared[at - count : at])
-            others.append(Completion(request_id, ids, _REASONS[reason], seed, "", ttft / 1e9, tpot / 1e9, whole / 1e9))
-        return others
+        return completions if self.mesh.is_leader else from_words(shared)
 
 
 def model_eos_ids(model: Any) -> tuple[int, ...]:

@@ -33,6 +33,8 @@ class ModelGraphs:
         max_tokens: most tokens of any step, eager ones too: the buffers are made for it now, and never move.
         max_prefills: most prefill rows of a captured step, to which all of them are padded; 0: only steps of nothing
             but decode rows are captured.
+        num_draft_tokens: most drafts of a row. Above 0, steps with speculative rows are captured too, all decode rows
+            filled up to so many tokens more.
         progress: called with the number of captured steps, and of all.
 
     Notes:
@@ -47,15 +49,20 @@ class ModelGraphs:
         max_rows: int,
         max_tokens: int,
         max_prefills: int,
+        num_draft_tokens: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.binding = binding
         self.cache: ShardedCache = binding.attention.cache
         mesh, merge, buffers = binding.attention.mesh, binding.attention.merge, self.cache.buffers
         self._max_prefills = max_prefills
+        self._q_len = 1 + num_draft_tokens
+        mixed = mixed_buckets(max_rows, max_tokens) if max_prefills else []
         self._paddings = [Padding(rows) for rows in row_buckets(max_rows)]
-        if max_prefills:
-            self._paddings += [Padding(r, max_prefills, t) for r, t in mixed_buckets(max_rows, max_tokens)]
+        self._paddings += [Padding(r, max_prefills, t) for r, t in mixed]
+        if num_draft_tokens:
+            self._paddings += [Padding(rows, q_len=self._q_len) for rows in row_buckets(max_rows)]
+            self._paddings += [Padding(r, max_prefills, t, self._q_len) for r, t in mixed if r]
         frames = self.cache.layout.num_frames[mesh.kvp_rank]
         # a view lies in a chunk of its own, unless prefixes are shared: then this may not do, see `stale`
         rows = max_rows + max_prefills
@@ -79,10 +86,11 @@ class ModelGraphs:
         steps = {}
         # the largest step last, as the buffers then hold its rows: any of the steps may then warm up
         for pad in self._paddings:
-            batch = self.cache.buffers.fill([], q_len=1, pad=pad)
+            batch = self.cache.buffers.fill([], q_len=pad.q_len, pad=pad)
             ids, positions, needed = self._inputs
-            tokens, rows = pad.decode_rows + pad.prefill_tokens, pad.decode_rows + pad.prefill_rows
-            steps[_key(pad)] = (self._step_of(batch), (ids[:tokens], positions[:tokens], needed[:rows]))
+            decode = pad.decode_rows * pad.q_len
+            tokens, logits = decode + pad.prefill_tokens, decode + pad.prefill_rows
+            steps[_key(pad)] = (self._step_of(batch), (ids[:tokens], positions[:tokens], needed[:logits]))
         self._inputs.zero_()
         with torch.no_grad():
             self._graphs.capture(steps, progress)
@@ -103,11 +111,14 @@ class ModelGraphs:
 
     def padding(self, plan: StepPlan) -> Padding:
         """Return up to what a step is padded; the same on every rank, as nothing but the plan counts."""
-        rows, prefills = plan.num_single, len(plan.rows) - plan.num_single
-        if not plan.rows or prefills > self._max_prefills:
+        rows, prefills = plan.num_decode, plan.rows[plan.num_decode :]
+        if not plan.rows or len(prefills) > self._max_prefills:
             return NO_PADDING
-        key = self._graphs.pick(rows, prefill_tokens=plan.num_tokens - rows)
-        return NO_PADDING if key is None else Padding(key.rows, prefills and self._max_prefills, key.prefill_tokens)
+        q_len = self._q_len if 1 < plan.q_len <= self._q_len else plan.q_len
+        key = self._graphs.pick(rows, q_len, prefill_tokens=sum([len(row.token_ids) for row in prefills]))
+        if key is None:
+            return NO_PADDING
+        return Padding(key.rows, self._max_prefills if prefills else 0, key.prefill_tokens, key.q_len)
 
     @property
     def stale(self) -> bool:
@@ -134,4 +145,4 @@ class ModelGraphs:
 
 
 def _key(pad: Padding) -> GraphKey:
-    return GraphKey(pad.decode_rows, prefill_tokens=pad.prefill_tokens)
+    return GraphKey(pad.decode_rows, pad.q_len, prefill_tokens=pad.prefill_tokens)

@@ -2,10 +2,14 @@
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from distdec.request import FinishReason, Request
 from distdec.step_cost import StepLoad
+
+TokenArray = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass
@@ -40,6 +44,9 @@ class RequestState:
         sampling = self.request.sampling
         self.plain = sampling.greedy and sampling.repetition_penalty == 1.0
         self.expires = inf if timeout is None else self.arrived + timeout
+        # prompt and output as an array, for proposers
+        self._history: TokenArray | None = None
+        self._num_copied = 0
 
     @property
     def num_tokens(self) -> int:
@@ -61,9 +68,24 @@ class RequestState:
         ids = self.request.prompt_ids[at : at + count]
         return ids + tuple(self.output_ids[: count - len(ids)])
 
+    def history(self) -> TokenArray:
+        """Return all tokens so far; only those that are new are copied.
+
+        Shapes:
+            returns [num_tokens] int32, read-only
+        """
+        if self._history is None:
+            self._history = np.empty(self.num_prompt + self.max_new, np.int32)
+            self._history[: self.num_prompt] = self.request.prompt_ids
+        self._history[self.num_prompt + self._num_copied : self.num_tokens] = self.output_ids[self._num_copied :]
+        self._num_copied = len(self.output_ids)
+        tokens: TokenArray = self._history[: self.num_tokens]
+        tokens.flags.writeable = False
+        return tokens
+
 
 class TokenEvent(NamedTuple):
-    """One request's share of a step's result: a new token, or the reason it ended without one."""
+    """A new token of a request, or the reason it ended without one; a speculative row brings several in a step."""
 
     request_id: int
     token_id: int | None
@@ -79,6 +101,7 @@ class SchedulerStats:
         preemptions: requests put back.
         offloads: how many of them were kept in host memory.
         delayed_steps: steps in which prompts waited for the deadline of decode rows.
+        drafted_tokens, accepted_tokens: guesses that were run, and how many of them became output.
     """
 
     looked_up_tokens: int = 0
@@ -86,14 +109,24 @@ class SchedulerStats:
     preemptions: int = 0
     offloads: int = 0
     delayed_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def hit_rate(self) -> float:
         return self.hit_tokens / self.looked_up_tokens if self.looked_up_tokens else 0.0
 
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
-def load_of(counts: list[tuple[RequestState, int]]) -> StepLoad:
-    """Return what a step holds that runs this many of each request's outstanding tokens."""
+
+def load_of(counts: list[tuple[RequestState, int]], longest_draft: int = 0) -> StepLoad:
+    """Return what a step holds that runs this many of each request's outstanding tokens.
+
+    Args:
+        longest_draft: drafts of the row with the most, up to which all decode rows are filled.
+    """
     rows = context = tokens = work = 0
     for state, count in counts:
         if count == 1 and state.num_outstanding == 1:
@@ -102,4 +135,4 @@ def load_of(counts: list[tuple[RequestState, int]]) -> StepLoad:
         else:
             tokens += count
             work += state.num_computed * count
-    return StepLoad(rows, context, tokens, work)
+    return StepLoad(rows, context, tokens, work, rows * longest_draft)

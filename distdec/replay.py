@@ -1,5 +1,7 @@
 """Do to a rank's integer cache what a plan says: free, admit, and publish what its rows have filled. No torch."""
 
+from collections.abc import Sequence
+
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.parking import Parking
 from distdec.request import StepPlan
@@ -21,6 +23,8 @@ class Replay:
         self._host = host
         # of each sequence, where its first page not yet published starts, and the tokens from there on
         self._tails: dict[int, tuple[int, list[int]]] = {}
+        # of each speculative row of the step launched last
+        self._drafts: dict[int, tuple[int, ...]] = {}
 
     def admit(self, plan: StepPlan) -> None:
         """Free and admit; not on rank 0, whose scheduler does so as it decides."""
@@ -38,25 +42,46 @@ class Replay:
             else:
                 self.cache.adopt(request_id, keys.get(request_id, b""))
 
+    def keep(self, kept: Sequence[tuple[int, int]]) -> None:
+        """Truncate the sequences of speculative rows to what was accepted, and publish the pages that this has filled.
+
+        On rank 0 when it knows, on the others before anything else that the next plan says.
+
+        Args:
+            kept: (request_id, length) of each such row of the step launched last.
+        """
+        for request_id, length in kept:
+            self.cache.truncate(request_id, length)
+            if self._publish:
+                start, tail = self._tails[request_id]
+                accepted = length - start - len(tail)
+                self._append(request_id, start, self._drafts.pop(request_id)[:accepted])
+
     def publish(self, plan: StepPlan) -> None:
-        """Publish the pages that a step has filled, after it was launched, on every rank.
+        """Publish the pages that a step has filled, after it was launched, on every rank; drafts are left for `keep`.
 
         Their keys and values are written by then as far as any later step can tell: it runs behind this one.
         """
         if not self._publish:
             return
-        size = self.cache.layout.page_size
         for request_id in plan.free:
             # who comes back from the host goes on in the middle of a page
             if request_id not in plan.restore and not (self._host is not None and request_id in self._host):
                 self._tails.pop(request_id, None)
-        tails = self._tails
-        for request_id, start, token_ids, _ in plan.rows:
-            # a hit ends with a page, so the first row of a sequence starts one
-            start, tail = tails.get(request_id) or (start, [])
-            tail += token_ids
-            if len(tail) >= size:
-                full = len(tail) // size * size
-                self.cache.commit_pages(request_id, tail[:full], start)
-                start, tail = start + full, tail[full:]
-            tails[request_id] = (start, tail)
+        for row in plan.rows:
+            token_ids = row.token_ids
+            if row.num_drafts:
+                token_ids, self._drafts[row.request_id] = token_ids[: -row.num_drafts], row.drafts
+            self._append(row.request_id, row.start, token_ids)
+
+    def _append(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
+        """Take a sequence's next tokens, the first of them at `start`, and publish the pages that are full now."""
+        size = self.cache.layout.page_size
+        # a hit ends with a page, so the first row of a sequence starts one
+        start, tail = self._tails.get(request_id) or (start, [])
+        tail += token_ids
+        if len(tail) >= size:
+            full = len(tail) // size * size
+            self.cache.commit_pages(request_id, tail[:full], start)
+            start, tail = start + full, tail[full:]
+        self._tails[request_id] = (start, tail)

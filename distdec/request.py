@@ -17,7 +17,7 @@ from numbers import Integral
 from typing import NamedTuple
 
 MAGIC = 0x64697374646563  # "distdec" in ASCII
-VERSION = 4
+VERSION = 5
 PENDING = -1
 """Token id of a row whose token is not known yet: the one that the step before chooses, on the device."""
 GREEDY_TEMPERATURE = 1e-5  # dividing logits by less overflows float32 to NaN; such a temperature means greedy
@@ -139,17 +139,28 @@ class FinishReason(str, Enum):
 class Row(NamedTuple):
     """One request's share of a step: `token_ids` at global positions `start, start + 1, ...` of its own sequence.
 
-    A single `PENDING` stands for a token that the step before still has to choose.
+    A single `PENDING` stands for a token that the step before still has to choose. The last `num_drafts` tokens of a
+    speculative row are guesses, which the logits of the tokens before them confirm or not.
     """
 
     request_id: int
     start: int
     token_ids: tuple[int, ...]
     needs_logits: bool
+    num_drafts: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
+    def num_logits(self) -> int:
+        """Of its last tokens, how many need logits."""
+        return 1 + self.num_drafts if self.needs_logits else 0
 
 
 class PlanKind(IntEnum):
@@ -175,11 +186,13 @@ class Hit:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What every rank does in one step, in this order: free, admit, reserve the rows' tokens, run the rows.
+    """What every rank does in one step, in this order: keep, free, admit, reserve the rows' tokens, run the rows.
 
-    Rows of one token that need logits come first (decode rows), prefill slices after them. `withdraw` names those of
-    `free` whose cached pages nobody shall find again; `hits` those of `admit` that start on cached pages. `offload`
-    names those of `free` whose keys and values go to host memory, `restore` those of `admit` that come back from there.
+    Rows of one token that need logits come first (decode rows), then the same with drafts behind (speculative rows),
+    then prefill slices. `kept` names each speculative row of the step before with the length that its sequence keeps.
+    `withdraw` names those of `free` whose cached pages nobody shall find again; `hits` those of `admit` that start on
+    cached pages. `offload` names those of `free` whose keys and values go to host memory, `restore` those of `admit`
+    that come back from there.
 
     Where a plan is `followed`, another one comes before this one's tokens are read. It has the same rows, one token
     further on and pending, or is a HOLD; the plan after it then tells in `late` what those tokens were.
@@ -196,6 +209,7 @@ class StepPlan:
     late: tuple[int, ...] = ()
     offload: tuple[int, ...] = ()
     restore: tuple[int, ...] = ()
+    kept: tuple[tuple[int, int], ...] = ()
 
     @property
     def pending(self) -> bool:
@@ -205,7 +219,7 @@ class StepPlan:
     def told(self, tokens: Sequence[int]) -> "StepPlan":
         """Return the plan with the tokens of its pending rows."""
         # new rows: `_replace` takes more than twice as long
-        rows = [Row(i, start, (token,), needs) for (i, start, _, needs), token in zip(self.rows, tokens, strict=True)]
+        rows = [Row(row[0], row[1], (token,), row[3]) for row, token in zip(self.rows, tokens, strict=True)]
         return replace(self, rows=tuple(rows))
 
     @cached_property
@@ -213,33 +227,42 @@ class StepPlan:
         return sum([len(row.token_ids) for row in self.rows])
 
     @cached_property
-    def num_single(self) -> int:
-        """Leading rows of one token: the decode rows, and a slice of one token behind them."""
-        for count, row in enumerate(self.rows):
-            if len(row.token_ids) != 1:
-                return count
-        return len(self.rows)
+    def num_decode(self) -> int:
+        """Leading rows that run as decode rows: those, speculative ones, and without any a slice of one token too."""
+        count = single = 0
+        for at, row in enumerate(self.rows, 1):
+            if row.num_drafts:
+                count = at
+            elif single == at - 1 and len(row.token_ids) == 1:
+                single = at
+        return count or single
+
+    @cached_property
+    def q_len(self) -> int:
+        """Tokens of the longest of these; the others are filled up to it."""
+        return max([len(row.token_ids) for row in self.rows[: self.num_decode]], default=1)
 
     @cached_property
     def decode_only(self) -> bool:
-        """Whether there are rows, and all of them are decode rows."""
-        return bool(self.rows) and self.num_single == len(self.rows) and all(row.needs_logits for row in self.rows)
+        """Whether there are rows, and all of them are decode rows or speculative rows."""
+        return bool(self.rows) and self.num_decode == len(self.rows) and all(row.needs_logits for row in self.rows)
 
     def encode(self) -> list[int]:
         """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
 
         Example: a decode row (request 7, position 12, token 99) alone in step 3 encodes, after the three header
-        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0, 0, 0]`.
+        words, as `[3, 0, 0, 0, 1, 7, 12, 1, 0, 1, 99, 0, 0, 0, 0, 0, 0, 0]`.
         """
         body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
-        for request_id, start, token_ids, needs_logits in self.rows:
-            body += (request_id, start, int(needs_logits), len(token_ids))
+        for request_id, start, token_ids, needs_logits, num_drafts in self.rows:
+            body += (request_id, start, int(needs_logits), num_drafts, len(token_ids))
             body += token_ids
         body += [len(self.withdraw), *self.withdraw, len(self.hits)]
         for hit in self.hits:
             body += hit.words()
         body += [int(self.followed), len(self.late), *self.late]
         body += [len(self.offload), *self.offload, len(self.restore), *self.restore]
+        body += [len(self.kept), *[word for pair in self.kept for word in pair]]
         return [MAGIC, VERSION, _checksum(body), *body]
 
     @classmethod
@@ -262,8 +285,8 @@ class StepPlan:
         admit = reader.take(reader.one())
         rows = []
         for _ in range(reader.one()):
-            request_id, start, needs_logits, num_tokens = reader.take(4)
-            rows.append(Row(request_id, start, reader.take(num_tokens), bool(needs_logits)))
+            request_id, start, needs_logits, num_drafts, num_tokens = reader.take(5)
+            rows.append(Row(request_id, start, reader.take(num_tokens), bool(needs_logits), num_drafts))
         withdraw = reader.take(reader.one())
         hits = []
         for _ in range(reader.one()):
@@ -271,9 +294,10 @@ class StepPlan:
             hits.append(Hit(request_id, struct.pack("<4q", *words)))
         followed, late = bool(reader.one()), reader.take(reader.one())
         offload, restore = reader.take(reader.one()), reader.take(reader.one())
+        kept = tuple([(reader.one(), reader.one()) for _ in range(reader.one())])
         if not reader.at_end:
             raise ValueError("step plan longer than its own lengths say")
-        told = (tuple(rows), withdraw, tuple(hits), followed, late, offload, restore)
+        told = (tuple(rows), withdraw, tuple(hits), followed, late, offload, restore, kept)
         return cls(step, PlanKind(kind), free, admit, *told)
 
 

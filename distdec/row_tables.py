@@ -17,12 +17,13 @@ class Padding(NamedTuple):
     """Up to what a step is filled with rows and tokens that hold nothing, store nothing and belong to nobody.
 
     A step with prefill rows is padded in both numbers or in none: `prefill_tokens` are all of the section, and stand
-    for its longest row too, whatever the rows are.
+    for its longest row too, whatever the rows are. Every decode row is filled up to `q_len` tokens.
     """
 
     decode_rows: int = 0
     prefill_rows: int = 0
     prefill_tokens: int = 0
+    q_len: int = 1
 
 
 NO_PADDING = Padding()

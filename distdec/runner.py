@@ -130,7 +130,8 @@ class Runner:
         if _switched_on(config.backend.graphs, mesh):
             steps = config.scheduler
             try:
-                runner.capture(steps.max_rows, steps.token_budget, steps.max_pending_prefills, progress)
+                most = (steps.max_rows, steps.token_budget, steps.max_pending_prefills)
+                runner.capture(*most, progress, num_draft_tokens=steps.num_draft_tokens)
             except RuntimeError as error:
                 # by name: importing the compiler takes a second, and most runs on a CPU never need it
                 if type(error).__module__ != "torch._dynamo.exc":
@@ -169,16 +170,20 @@ class Runner:
         max_tokens: int,
         max_prefills: int = 0,
         progress: Callable[[int, int], None] | None = None,
+        *,
+        num_draft_tokens: int = 0,
     ) -> None:
         """Run steps of up to `max_rows` rows as graphs from now on. Arguments as for `ModelGraphs`."""
         # a captured step may hold all rows and all tokens of a step in padding
-        self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s, max_tokens + max_rows)
+        capacity = max_tokens + max_rows * (1 + num_draft_tokens)
+        self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s, capacity)
         self.graphs = ModelGraphs(
             self.binding,
             self._inputs.words,
             max_rows=max_rows,
             max_tokens=max_tokens,
             max_prefills=max_prefills,
+            num_draft_tokens=num_draft_tokens,
             progress=progress,
         )
 
@@ -303,12 +308,15 @@ class _Inputs:
     def fill(self, plan: StepPlan, pad: Padding = NO_PADDING) -> tuple[int, tuple[Tensor, Tensor, Tensor]]:
         """Return N and (token ids [T], positions [T], indices of the tokens whose logits are needed [N]), all int64.
 
-        Padding is token 0 at position 0, and in a padded step there is an index for every row, token 0 after the N.
+        Padding is token 0 at position 0, and in a padded step there is an index for every token of a decode row and
+        every other row, token 0 after the N.
 
-        Example: rows of 1 and 3 tokens, both needing logits: indices 0 and 3.
+        Example: rows of 1 and 3 tokens, both needing logits: indices 0 and 3. With the last 2 tokens drafts, the first
+        row is filled up to 3 tokens: indices 0, 3, 4 and 5.
         """
-        rows, single = plan.rows, plan.num_single
-        total = max(single, pad.decode_rows) + max(plan.num_tokens - single, pad.prefill_tokens)
+        rows, decode, q_len = plan.rows, plan.num_decode, max(plan.q_len, pad.q_len)
+        prefill = max(decode, pad.decode_rows) * q_len
+        total = prefill + max(sum([len(row.token_ids) for row in rows[decode:]]), pad.prefill_tokens)
         # (an old host buffer stays alive until its copy is done: the allocator of pinned memory sees to that)
         if total > self.capacity:
             self._allocate(1 << (total - 1).bit_length())
@@ -316,23 +324,25 @@ class _Inputs:
             wait_for(self._copied, self._timeout_s)
         self._array[:, :total] = 0
         ids, positions, needed = self._array
-        ids[:single] = [row.token_ids[0] for row in rows[:single]]
-        positions[:single] = [row.start for row in rows[:single]]
-        wanted = [i for i, row in enumerate(rows[:single]) if row.needs_logits]
-        at = max(single, pad.decode_rows)
-        for row in rows[single:]:
-            stop = at + len(row.token_ids)
-            ids[at:stop] = row.token_ids
-            positions[at:stop] = np.arange(row.start, row.start + len(row.token_ids))
-            at = stop
-            if row.needs_logits:
-                wanted.append(stop - 1)
+        wanted, first, at = [], 0, prefill
+        if q_len == 1:
+            first = decode
+            ids[:first] = [row.token_ids[0] for row in rows[:first]]
+            positions[:first] = [row.start for row in rows[:first]]
+            wanted = [i for i, row in enumerate(rows[:first]) if row.needs_logits]
+        for index, row in enumerate(rows[first:], first):
+            begin = index * q_len if index < decode else at
+            stop = begin + len(row.token_ids)
+            ids[begin:stop] = row.token_ids
+            positions[begin:stop] = np.arange(row.start, row.start + len(row.token_ids))
+            wanted += range(stop - row.num_logits, stop)
+            at = max(at, stop)
         needed[: len(wanted)] = wanted
         if self.words is not self.host:
             self.words[:, :total].copy_(self.host[:, :total], non_blocking=True)
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
-        count = len(wanted) if pad == NO_PADDING else pad.decode_rows + pad.prefill_rows
+        count = len(wanted) if pad == NO_PADDING else pad.decode_rows * pad.q_len + pad.prefill_rows
         return len(wanted), (self.words[0, :total], self.words[1, :total], self.words[2, :count])
 
 

@@ -1,4 +1,4 @@
-"""Decide what each step runs: one token budget over decode rows and prefill slices. Integers only, no torch.
+"""Decide what each step runs: one token budget over decode rows, speculative rows, prefill slices. No torch.
 
 Only rank 0 has a scheduler, and with it the clock, arrivals, cancellations and timeouts. It frees and admits in rank
 0's cache as it decides; the plan is the record of that, which the other ranks repeat in the same order.
@@ -6,6 +6,12 @@ Only rank 0 has a scheduler, and with it the clock, arrivals, cancellations and 
 A request needs nothing but its tokens (prompt + generated) and how many of them are computed. What is left over is
 outstanding: exactly one token for a request that decodes, more for one whose prompt is under way or that has to be
 computed again. So one rule serves prefill, decode and recomputation.
+
+A speculative row is a decode row with drafts behind its token (`speculative.py`). Drafts take what decode rows leave of
+the budget, but for `MIN_SLICE` tokens of a prompt under way; a step that they do not fit runs without them, so they
+never preempt. All decode rows of such a step are filled up to the longest row: `rows x drafts` more tokens through the
+layers, while keys and values are still read once. So drafts pay while a step's time is that of reading weights and
+cache, and cost where many rows share a step and few drafts are right.
 
 Requests are admitted with room to grow by `reserve_tokens`, not to their last token. When a step would not fit, the
 last in order is preempted: its sequence is freed, its tokens stay, and it waits again at its old place. Its KV is
@@ -15,15 +21,17 @@ while another runs, so it always gets on, and a request that fits the cache alon
 
 import time
 from bisect import insort
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
+from operator import eq
 
 from distdec.cache.parking import Parking
 from distdec.config import SchedulerConfig
 from distdec.progress import RequestState, SchedulerStats, TokenEvent, load_of
 from distdec.request import PENDING, FinishReason, PlanKind, Request, Row, StepPlan
 from distdec.residence import Capacity, Residence
+from distdec.speculative import Drafter, NgramProposer, Proposer
 from distdec.step_cost import StepCost, StepLoad
 
 MIN_SLICE = 16
@@ -46,6 +54,7 @@ class Scheduler:
         prefix_caching: look prompts up in the cache.
         lookahead: steps may be planned before the tokens of the one before are known; see `ahead`.
         host: where preempted requests may be kept; None: all are computed again.
+        propose: where drafts come from; None: `NgramProposer`.
         clock: seconds, never going back; for arrivals, timeouts and the time of steps.
     """
 
@@ -58,12 +67,15 @@ class Scheduler:
         prefix_caching: bool = True,
         lookahead: bool = False,
         host: Parking | None = None,
+        propose: Proposer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.cache = cache
         self.eos_ids = frozenset(eos_ids)
-        self.lookahead = lookahead
+        # a proposer needs the tokens that a step launched ahead does not have
+        self.lookahead = lookahead and not config.num_draft_tokens
+        self.drafter = Drafter(propose or NgramProposer(config.ngram_min, config.ngram_max), config.num_draft_tokens)
         self.clock = clock
         self.stats = SchedulerStats()
         self.places = Residence(cache, prefix_caching=prefix_caching, host=host)
@@ -110,7 +122,7 @@ class Scheduler:
             self._blocked = False
 
     def schedule(self) -> StepPlan:
-        """Return the next step's plan: decode rows first, then prefill slices, in order.
+        """Return the next step's plan: decode rows first, then speculative rows, then prefill slices, each in order.
 
         Ends what has timed out, frees what has ended, preempts until the step fits, and admits from the queue as long
         as there is room. Without work the plan is `DONE`; it still frees what has finished.
@@ -133,8 +145,7 @@ class Scheduler:
             raise RuntimeError(
                 f"request {head.request_id} needs {head.max_tokens} tokens of KV cache: more than an empty cache holds"
             )
-        rows = tuple([Row(s.request_id, s.num_computed, s.next_ids(n), n == s.num_outstanding) for s, n in counts])
-        load = load_of(counts)
+        rows, load = self._rows(counts)
         # all decode rows run, so who is left has a prompt
         self._waits = not load.prefill_tokens and len(rows) < len(self.running)
         timed_before, self._timed = self._timed, any(row.needs_logits for row in rows)
@@ -148,6 +159,22 @@ class Scheduler:
         self._count(plan)
         self._step += 1
         return plan
+
+    def _rows(self, counts: list[tuple[RequestState, int]]) -> tuple[tuple[Row, ...], StepLoad]:
+        """Return the rows of a step that fits, with drafts where there is room for them too, and what it holds."""
+        left = self.config.token_budget - (MIN_SLICE if any(s.num_outstanding > 1 for s, _ in counts) else 0)
+        drafts = self.drafter.draft([state for state in self.running.values() if state.num_outstanding == 1], left)
+        if drafts:
+            more = self._counts([len(guess) for guess in drafts.values()])
+            if self.cache.can_extend([(s.request_id, n + len(drafts.get(s.request_id, ()))) for s, n in more]):
+                counts = sorted(more, key=lambda pair: (pair[0].num_outstanding > 1, pair[0].request_id in drafts))
+            else:
+                drafts = {}
+        rows = []
+        for s, n in counts:
+            guess = drafts.get(s.request_id, ())
+            rows.append(Row(s.request_id, s.num_computed, s.next_ids(n) + guess, n == s.num_outstanding, len(guess)))
+        return tuple(rows), load_of(counts, max(map(len, drafts.values()), default=0))
 
     def _count(self, plan: StepPlan) -> None:
         self.stats.offloads += len(plan.offload)
@@ -237,9 +264,9 @@ class Scheduler:
             pending += state.num_outstanding > 1
         self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
 
-    def _counts(self) -> list[tuple[RequestState, int]]:
-        """Return this step's tokens of each running request: decode rows, then slices, each in order."""
-        budget = self.config.token_budget
+    def _counts(self, drafts: Sequence[int] = ()) -> list[tuple[RequestState, int]]:
+        """Return this step's tokens of each running request beside drafts: decode rows, then slices, each in order."""
+        budget = self.config.token_budget - sum(drafts)
         outstanding = [(state, state.num_outstanding) for state in self.running.values()]
         decode = [pair for pair in outstanding if pair[1] == 1][:budget]
         prefill: list[tuple[RequestState, int]] = []
@@ -247,62 +274,69 @@ class Scheduler:
         for state, left in outstanding:
             if left > 1 and budget > 0:
                 count = min(left, self.config.prefill_slice, budget)
-                count = min(count, self._room(decode, prefill, state))
+                count = min(count, self._room(load_of(decode + prefill, max(drafts, default=0)), state))
                 if not count:
                     break
                 prefill.append((state, count))
                 budget -= count
         return decode + prefill
 
-    def _room(
-        self, decode: list[tuple[RequestState, int]], prefill: list[tuple[RequestState, int]], state: RequestState
-    ) -> int:
-        """Return the tokens of a prompt that the deadline of the decode rows leaves room for."""
+    def _room(self, load: StepLoad, state: RequestState) -> int:
+        """Return the tokens of a prompt that the deadline of the decode rows leaves room for, beside a load."""
         deadline = MARGIN * self.config.decode_deadline_ms
-        if not decode or not deadline:
+        if not load.decode_rows or not deadline:
             return self.config.prefill_slice
-        room = self.cost.room(load_of(decode + prefill), state.num_computed, deadline)
+        room = self.cost.room(load, state.num_computed, deadline)
         room = FIRST_SLICE if room is None else room
         if room >= min(MIN_SLICE, state.num_outstanding):
             # captured steps are powers of two: up to twice of one takes as long
             fine = not FIRST_SLICE <= room < self.config.prefill_slice
             return room if fine else 1 << (room.bit_length() - 1)
-        return 0 if prefill or self._delay < MAX_DELAY else MIN_SLICE
+        return 0 if load.prefill_tokens or self._delay < MAX_DELAY else MIN_SLICE
 
     def commit(
-        self, plan: StepPlan, tokens: Mapping[int, int | None], stopped: Collection[int] = ()
+        self, plan: StepPlan, tokens: Mapping[int, Sequence[int | None]], stopped: Collection[int] = ()
     ) -> list[TokenEvent]:
         """Make a step's result part of its requests' progress.
 
         Args:
             plan: the plan that was run.
-            tokens: the new token of every row that needed logits; None where its logits were unusable.
-            stopped: requests whose text met a stop string with this token.
+            tokens: the new tokens of every row that needed logits, from `verify`; None, as the last of them, where
+                logits were unusable. Those behind a stop string are left out.
+            stopped: requests whose text met a stop string with their last token.
 
         Returns:
-            One event a request with a new token or an end. Finished requests are freed by the next plan.
+            One event for each new token or end of a request. Finished requests are freed by the next plan.
         """
         self._learn(plan)
         events: list[TokenEvent] = []
-        for request_id, _, token_ids, needs_logits in plan.rows:
+        for request_id, _, token_ids, needs_logits, num_drafts in plan.rows:
             state = self.running.get(request_id)
             if state is None:
                 # cancelled while the step ran
                 continue
-            state.num_computed += len(token_ids)
+            state.num_computed += len(token_ids) - num_drafts
             if not needs_logits:
                 continue
-            token, reason = tokens[request_id], None
-            if token is None:
-                reason = FinishReason.NUMERICS
-                self._tainted.add(request_id)
-            else:
-                state.output_ids.append(token)
-                if token in self.eos_ids or request_id in stopped or len(state.output_ids) >= state.max_new:
-                    reason = self._reason(state, token, request_id in stopped)
-            events.append(TokenEvent(request_id, token, reason))
-            if reason is not None:
-                self.finish(request_id, reason)
+            new = tokens[request_id]
+            if num_drafts:
+                state.num_computed += len(new) - 1
+                self.stats.drafted_tokens += num_drafts
+                self.stats.accepted_tokens += sum(map(eq, token_ids[-num_drafts:], new))
+            for count, token in enumerate(new, 1):
+                reason = None
+                stops = request_id in stopped and count == len(new)
+                if token is None:
+                    reason = FinishReason.NUMERICS
+                    self._tainted.add(request_id)
+                else:
+                    state.output_ids.append(token)
+                    if token in self.eos_ids or stops or len(state.output_ids) >= state.max_new:
+                        reason = self._reason(state, token, stops)
+                events.append(TokenEvent(request_id, token, reason))
+                if reason is not None:
+                    self.finish(request_id, reason)
+                    break
         return events
 
     def _learn(self, plan: StepPlan) -> None:

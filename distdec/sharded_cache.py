@@ -115,6 +115,7 @@ class ShardedCache:
         rows: Sequence[tuple[int, int]],
         *,
         q_len: int | None = None,
+        num_decode: int | None = None,
         pad: Padding = NO_PADDING,
         derive: bool = True,
     ) -> StepBatch:
@@ -122,12 +123,12 @@ class ShardedCache:
 
         Args:
             rows: (seq_id, new tokens), decode rows first.
-            q_len, pad, derive: see `StepBuffers.fill`.
+            q_len, num_decode, pad, derive: see `StepBuffers.fill`.
 
         Raises:
             CacheFull: the step does not fit; nothing was reserved.
             KeyError, ValueError: a sequence that is not in the cache or stands in two rows, a count or q_len that no
-                row may have; nothing was reserved.
+                row may have, a decode row of more tokens than q_len; nothing was reserved.
 
         Notes:
             In-place: overwrites the batch of the step before. Collective: none.
@@ -137,8 +138,10 @@ class ShardedCache:
             raise ValueError(f"a sequence may stand in one row of a step only, got rows {list(rows)}")
         if q_len is not None and not 1 <= q_len <= MAX_DECODE_TOKENS:
             raise ValueError(f"q_len must be 1 to {MAX_DECODE_TOKENS}, got {q_len}")
+        if num_decode is not None and any(count > (q_len or 1) for _, count in rows[:num_decode]):
+            raise ValueError(f"the first {num_decode} rows may have {q_len or 1} tokens at most, got {list(rows)}")
         self.kv.extend_all(rows)
-        return self.buffers.fill(rows, q_len=q_len, pad=pad, derive=derive)
+        return self.buffers.fill(rows, q_len=q_len, num_decode=num_decode, pad=pad, derive=derive)
 
     def local_tokens(self) -> int:
         """Tokens that this rank holds over all live sequences (a shared prefix counts once per sequence)."""

@@ -1,8 +1,9 @@
 """Predict how long a step takes from what it holds, learned from the steps before. No torch.
 
     time = a + b * decode rows + c * tokens they attend to + d * prefill tokens + e * prefill tokens * their position
+           + f * draft tokens
 
-The five factors are those that are off by the least share of the time, over the last steps without prompts and the last
+The six factors are those that are off by the least share of the time, over the last steps without prompts and the last
 ones with. Shares, so that one step that took a second, because something was loaded, counts no more than any other. No
 factor is negative: more work does not take less time, whatever noise says.
 """
@@ -19,8 +20,8 @@ LEAST_STEPS = 4
 SWEEPS = 30
 """Passes over the factors in each fit, which starts from the last one."""
 
-# so that all factors are of the order of a millisecond: rows, thousands of tokens, a slice, a slice at 64k
-_SCALE = np.array([1.0, 1.0 / 16, 1.0 / 65536, 1.0 / 512, 1.0 / (512 * 65536)])
+# so that all factors are of the order of a millisecond: rows, thousands of tokens, a slice, a slice at 64k, drafts
+_SCALE = np.array([1.0, 1.0 / 16, 1.0 / 65536, 1.0 / 512, 1.0 / (512 * 65536), 1.0 / 512])
 
 
 class StepLoad(NamedTuple):
@@ -31,12 +32,14 @@ class StepLoad(NamedTuple):
         decode_context: tokens that they attend to, all rows together.
         prefill_tokens: tokens of prefill slices.
         prefill_work: sum over the slices of tokens times the position at which they start.
+        draft_tokens: by how many tokens drafts lengthen the decode rows, which are all filled up to the longest.
     """
 
     decode_rows: int = 0
     decode_context: int = 0
     prefill_tokens: int = 0
     prefill_work: int = 0
+    draft_tokens: int = 0
 
 
 class StepCost:
@@ -47,7 +50,7 @@ class StepCost:
         self.num_steps = 0
         self._plain: deque[np.ndarray[Any, Any]] = deque(maxlen=WINDOW)
         self._mixed: deque[np.ndarray[Any, Any]] = deque(maxlen=WINDOW)
-        self._factors = np.zeros(5)
+        self._factors = np.zeros(len(_SCALE))
         self._fitted = False
 
     def learn(self, load: StepLoad, elapsed_ms: float) -> None:
@@ -99,7 +102,7 @@ class StepCost:
         for _ in range(SWEEPS):
             for i, line in enumerate(lines):
                 if line[i] > 0.0:
-                    rest = sum([line[j] * factors[j] for j in range(5)]) - line[i] * factors[i]
+                    rest = sum([line[j] * factors[j] for j in range(len(line))]) - line[i] * factors[i]
                     factors[i] = max(0.0, (want[i] - rest) / line[i])
         self._factors = np.array(factors)
         self._fitted = True

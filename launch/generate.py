@@ -179,7 +179,8 @@ class Display:
         for row in result.plan.rows:
             if row.start < len(self.prompts[row.request_id].token_ids):
                 # a prompt whose start is cached begins later
-                self.prefilled = row.start + row.num_tokens if self.alone else self.prefilled + row.num_tokens
+                count = row.num_tokens - row.num_drafts
+                self.prefilled = row.start + count if self.alone else self.prefilled + count
         if self._prefill is not None:
             self._prefill.to(self.prefilled)
             if any(event.token_id is not None for event in result.events):
@@ -245,6 +246,11 @@ def report(config: Config, job: boot.Job, engine: Any, completions: list[Any], p
             f"prefix cache: {counts.hit_tokens} of {counts.looked_up_tokens} prompt tokens hit "
             f"({100 * counts.hit_rate:.0f}%); {counts.preemptions} preemptions"
             + (f", {counts.offloads} of them to host memory" if counts.offloads else "")
+        )
+    if counts.drafted_tokens:
+        console.say(
+            f"drafts: {counts.accepted_tokens} of {counts.drafted_tokens} tokens accepted "
+            f"({100 * counts.acceptance_rate:.0f}%)"
         )
     if seeds := {done.seed for done, p in zip(completions, prompts, strict=True) if not p.sampling.greedy}:
         console.say(f"seed {seeds.pop()}" if len(seeds) == 1 else "seeds are in the output file")

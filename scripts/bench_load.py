@@ -99,6 +99,8 @@ class Load:
             "decode_steps": self.decode_steps,
             "peak_kv_use": round(self.kv_use, 4),
             "prefix_hit_rate": round(stats.hit_rate, 4),
+            "drafted_tokens": stats.drafted_tokens,
+            "draft_acceptance_rate": round(stats.acceptance_rate, 4),
             "preemptions": stats.preemptions,
             "offloads": stats.offloads,
             "delayed_steps": stats.delayed_steps,
@@ -122,7 +124,7 @@ def measure(bench: Bench, section: str) -> None:
     arrivals = WORKLOADS[section](args, sizes(name, bench.smoke)["vocab_size"])
     for layout, kvp, tp in layouts(bench, args.layouts):
         config = {"model": name, "layout": layout, "kvp": kvp, "tp": tp, "dtype": str(dtype).removeprefix("torch.")}
-        keys = ("prefill_slice", "token_budget", "max_rows", "max_pending", "deadline", "graphs", "host_gb")
+        keys = ("prefill_slice", "token_budget", "max_rows", "max_pending", "deadline", "drafts", "graphs", "host_gb")
         config |= {key: getattr(args, key) for key in keys} | {"workload": section, "requests": len(arrivals)}
         config |= {"input_tokens": sum(len(a.prompt) for a in arrivals), "output_tokens": sum(a.new for a in arrivals)}
         with bench.point(section, config, layout) as go:
@@ -156,6 +158,7 @@ def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dt
             max_rows=args.max_rows,
             max_pending_prefills=args.max_pending,
             decode_deadline_ms=args.deadline,
+            num_draft_tokens=args.drafts,
         ),
         backend=BackendConfig(name=args.backend, graphs=args.graphs),
     )
@@ -182,6 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         add("--max-rows", type=int, default=64)
         add("--max-pending", type=int, default=4, help="prompts under way at the same time")
         add("--deadline", type=float, default=50.0, help="decode deadline in ms; 0: none")
+        add("--drafts", type=int, default=0, help="most tokens guessed for a row from its own text; 0: none")
         add("--graphs", choices=("auto", "on", "off"), default="auto")
         add("--no-prefix-caching", action="store_true")
 

@@ -227,6 +227,30 @@ def test_a_padded_prefill_section_has_the_numbers_of_the_padding():
         assert tokens_of(batch.tables("prefill", 0), row) == [(int(s), p) for p, s in enumerate(slots) if s >= 0]
 
 
+@pytest.mark.parametrize("pad", [Padding(), Padding(3, 2, 9, 4)], ids=["as it is", "padded"])
+def test_decode_rows_are_filled_up_to_the_tokens_of_the_longest(pad):
+    """Three tokens, one, and a slice of one token that is not asked for as a decode row."""
+    lens, counts, q_len = [33, 64, 9], [3, 1, 1], pad.q_len if pad != Padding() else 3
+    kv = grown_cache(lens)
+    for rank in range(3):
+        batch = buffers_for(kv, rank).fill(list(enumerate(counts)), q_len=q_len, num_decode=2, pad=pad)
+        rows = max(2, pad.decode_rows)
+        assert batch.decode[:4] == (0, rows * q_len, rows, q_len)
+        assert batch.prefill[:3] == (rows * q_len, max(1, pad.prefill_tokens), max(1, pad.prefill_rows))
+        want = [[30, 31, 32], [63], *[[]] * (rows - 2)]
+        want = [position for row in want for position in (row + [-1] * q_len)[:q_len]] + [8]
+        assert batch.q_positions.tolist() == (want + [-1] * 8)[: batch.num_tokens]
+        slots = np.concatenate([kv.slots(seq, lens[seq] - counts[seq], lens[seq], rank) for seq in range(3)])
+        assert batch.slot_mapping[batch.q_positions >= 0].tolist() == slots.tolist()
+        assert (batch.slot_mapping[batch.q_positions < 0] == -1).all()
+        assert batch.decode.q_indptr.tolist()[:3] == [0, q_len, 2 * q_len]
+        for row, (seq, first) in enumerate(((0, 30), (1, 63))):
+            held = [(int(s), p) for p, s in enumerate(kv.slots(seq, 0, lens[seq], rank)) if s >= 0]
+            assert tokens_of(batch.tables("decode", 0), row) == held
+            reach = [pair for pair in tokens_of(batch.tables("decode", 5), row) if pair[1] >= first - 4]
+            assert reach == [pair for pair in held if pair[1] >= first - 4], "the first new token's window"
+
+
 def test_a_padded_step_is_the_same_batch_whatever_its_rows_are():
     kv = grown_cache([33, 64, 9, 12, 90])
     buffers = buffers_for(kv, 0, max_tokens=64, max_rows=8, max_views=256)

@@ -53,6 +53,16 @@ def test_every_workload_runs_on_one_rank(tmp_path):
     assert records[0]["value"]["prefix_hit_rate"] == 0
 
 
+def test_drafts_are_counted(tmp_path):
+    out = tmp_path / "records.jsonl"
+    assert run_on_rank(["--out", str(out), "--sections", "fixed", "--layouts", "single", "--drafts", "3"]) == 0
+    [record] = [json.loads(line) for line in out.read_text().splitlines()]
+    check(record)
+    assert record["config"]["drafts"] == 3
+    assert record["value"]["drafted_tokens"] > 0
+    assert 0 <= record["value"]["draft_acceptance_rate"] <= 1
+
+
 @pytest.mark.dist
 def test_layouts_and_graphs_on_two_ranks(tmp_path, ranks):
     out = tmp_path / "records.jsonl"

@@ -101,6 +101,20 @@ def test_nan_in_one_row_stays_in_that_row(name):
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize("window", [0, 24])
+def test_tokens_that_only_fill_a_row_up_see_nothing(name, window):
+    case = uniform("short", (83, 41, 20), 4, max_view=24, window=window)
+    inputs = build(case)
+    unused = torch.tensor([1, 2, 3, 7])
+    inputs.q_positions[unused] = -1
+    inputs.q[unused] = math.nan
+    got = run(name, case, inputs)
+    assert (got.lse[unused] == -math.inf).all()
+    assert (got.out[unused] == 0.0).all()
+    close_partial(got, truth(inputs))
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_decode_of_huge_scores_neither_overflows_nor_vanishes(name):
     case = uniform("huge", (40, 7), 1)
     inputs = build(case)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,6 +40,25 @@ def test_help_and_errors_come_from_rank_0_alone(tmp_path, monkeypatch):
     assert time.monotonic() - started > boot.QUIET_S, "rank 1 must leave the first word to rank 0"
     assert later.stderr.startswith("rank 1: error: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_drafts_are_reported_and_change_no_token(folder, tmp_path):
+    run = run_alone(
+        f"model.path={folder}",
+        "scheduler=speculative",
+        "prompt=over and over and over and over",
+        "max_new_tokens=20",
+        "ignore_eos=true",
+        "parity=true",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    assert run.returncode == 0, run.stderr
+    assert "parity: all 20 tokens equal those of single-process transformers" in run.stdout
+    accepted, drafted, share = map(
+        int, re.search(r"drafts: (\d+) of (\d+) tokens accepted \((\d+)%\)", run.stdout).groups()
+    )
+    assert 0 <= accepted <= drafted > 0
+    assert share == round(100 * accepted / drafted)
 
 
 def torchrun(script, *arguments, num_ranks=2):

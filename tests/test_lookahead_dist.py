@@ -131,7 +131,7 @@ def scheduler_at_decode(room=1000, new=8, clock=lambda: 0.0, **sampling):
         plan = scheduler.schedule()
         if plan.decode_only:
             break
-        scheduler.commit(plan, {0: 5, 1: 6})
+        scheduler.commit(plan, {0: [5], 1: [6]})
         scheduler.cache.tokens = room
     return scheduler, plan
 
@@ -147,10 +147,10 @@ def test_the_next_step_has_the_same_rows_one_token_on():
         (1, 4, (PENDING,)),
     ]
     assert ahead.step == plan.step + 1
-    scheduler.commit(plan, {0: 99, 1: 7})
+    scheduler.commit(plan, {0: [99], 1: [7]})
     # the first has ended with that: its row in the step under way is left out, and the next has to wait
     assert scheduler.ahead(ahead).kind is PlanKind.HOLD
-    assert [event.request_id for event in scheduler.commit(ahead, {0: 1, 1: 8})] == [1]
+    assert [event.request_id for event in scheduler.commit(ahead, {0: [1], 1: [8]})] == [1]
     assert scheduler.schedule().free == (0,)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from distdec.request import MAGIC, Hit, PlanKind, Request, Row, SamplingParams, StepPlan
 
 ids = st.integers(0, 2**40)
-rows = st.builds(Row, ids, ids, st.lists(ids, max_size=5).map(tuple), st.booleans())
+rows = st.builds(Row, ids, ids, st.lists(ids, max_size=5).map(tuple), st.booleans(), st.integers(0, 4))
 plans = st.builds(
     StepPlan,
     ids,
@@ -19,6 +19,7 @@ plans = st.builds(
     st.lists(st.builds(Hit, ids, st.binary(min_size=32, max_size=32)), max_size=3).map(tuple),
     st.booleans(),
     *[st.lists(ids, max_size=4).map(tuple) for _ in range(3)],
+    st.lists(st.tuples(ids, ids), max_size=3).map(tuple),
 )
 
 
@@ -31,7 +32,7 @@ def test_a_plan_comes_back_from_its_integers(plan):
 
 def test_the_worked_example_of_the_wire_format():
     plan = StepPlan(3, rows=(Row(7, 12, (99,), True),))
-    assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 1, 99, 0, 0, 0, 0, 0, 0]
+    assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 0, 1, 99, 0, 0, 0, 0, 0, 0, 0]
 
 
 @given(plans, st.data())
@@ -52,7 +53,7 @@ def test_a_plan_of_another_length_is_refused(change):
 
 def test_a_plan_of_another_version_names_both():
     words = StepPlan(1).encode()
-    with pytest.raises(ValueError, match="version 9, this rank reads version 4"):
+    with pytest.raises(ValueError, match="version 9, this rank reads version 5"):
         StepPlan.decode([MAGIC, 9, *words[2:]])
 
 

@@ -9,6 +9,7 @@ from distdec.cache.prefix import Match
 from distdec.config import SchedulerConfig
 from distdec.request import FinishReason, PlanKind, Request, Row, SamplingParams, StepPlan
 from distdec.scheduler import Scheduler, TokenEvent
+from distdec.speculative import verify
 
 
 class Ledger:
@@ -33,6 +34,12 @@ class Ledger:
 
     def free(self, request_id, withdraw=False):
         del self.lengths[request_id]
+
+    def keep(self, plan, tokens):
+        """Drop the drafts that were not accepted."""
+        for row in plan.rows:
+            if row.num_drafts:
+                self.lengths[row.request_id] = row.start + len(tokens[row.request_id])
 
     def apply(self, plan):
         for row in plan.rows:
@@ -61,7 +68,9 @@ def run(scheduler, ledger, token=lambda request_id, index: 1, limit=1000):
         if plan.kind is PlanKind.DONE:
             return plans, events
         assert len(plans) < limit
-        tokens = {row.request_id: token(row.request_id, len(events)) for row in plan.rows if row.needs_logits}
+        tokens = {row.request_id: [token(row.request_id, len(events))] * row.num_logits for row in plan.rows}
+        tokens = verify(plan, {i: new for i, new in tokens.items() if new}, scheduler.running, scheduler.eos_ids)
+        ledger.keep(plan, tokens)
         events += scheduler.commit(plan, tokens)
         scheduler.check_integrity()
 
@@ -91,7 +100,7 @@ def test_decode_rows_come_first_and_the_budget_holds():
     scheduler.add(request(1, 3, new=9))
     first = scheduler.schedule()
     ledger.apply(first)
-    scheduler.commit(first, {0: 7, 1: 8})
+    scheduler.commit(first, {0: [7], 1: [8]})
     scheduler.add(request(2, 9))
     second = scheduler.schedule()
     assert second.rows == (Row(0, 2, (7,), True), Row(1, 3, (8,), True), Row(2, 0, (10, 11, 12, 13), False))
@@ -121,7 +130,7 @@ def test_a_full_cache_is_not_asked_again_until_something_is_freed():
     for _ in range(5):
         plan = scheduler.schedule()
         ledger.apply(plan)
-        scheduler.commit(plan, {0: 3})
+        scheduler.commit(plan, {0: [3]})
     assert ledger.asked == 2
     scheduler.finish(0, FinishReason.CANCELLED)
     run(scheduler, ledger)
@@ -159,7 +168,7 @@ def test_why_a_request_ends(sampling, stopped, reason):
     scheduler, _ = make(eos=(2, 9))
     scheduler.add(request(3, 2, **sampling))
     plan = scheduler.schedule()
-    assert scheduler.commit(plan, {3: 9}, stopped) == [TokenEvent(3, 9, reason)]
+    assert scheduler.commit(plan, {3: [9]}, stopped) == [TokenEvent(3, 9, reason)]
     assert scheduler.has_work == (reason is None)
 
 
@@ -169,7 +178,7 @@ def test_unusable_logits_end_their_request_without_a_token():
     scheduler.add(request(1, 3))
     plan = scheduler.schedule()
     ledger.apply(plan)
-    assert scheduler.commit(plan, {0: None, 1: 5}) == [
+    assert scheduler.commit(plan, {0: [None], 1: [5]}) == [
         TokenEvent(0, None, FinishReason.NUMERICS),
         TokenEvent(1, 5, None),
     ]
@@ -184,7 +193,7 @@ def test_a_request_may_be_cancelled_in_any_state(steps):
     for _ in range(steps):
         plan = scheduler.schedule()
         ledger.apply(plan)
-        scheduler.commit(plan, {0: 5})
+        scheduler.commit(plan, {0: [5]})
     assert scheduler.finish(0, FinishReason.CANCELLED)
     assert not scheduler.finish(0, FinishReason.CANCELLED)
     plans, _ = run(scheduler, ledger)
@@ -199,7 +208,7 @@ def test_a_request_cancelled_while_its_step_runs_takes_no_token():
     plan = scheduler.schedule()
     ledger.apply(plan)
     scheduler.finish(0, FinishReason.CANCELLED)
-    assert scheduler.commit(plan, {0: 5}) == []
+    assert scheduler.commit(plan, {0: [5]}) == []
     assert run(scheduler, ledger)[0][-1].free == (0,)
 
 
@@ -223,7 +232,7 @@ def test_what_is_computed_again_takes_the_same_path():
     for token in (5, 6, 7):
         plan = scheduler.schedule()
         ledger.apply(plan)
-        scheduler.commit(plan, {0: token})
+        scheduler.commit(plan, {0: [token]})
     scheduler.running[0].num_computed = 0
     assert scheduler.schedule().rows == (Row(0, 0, (10, 11, 12, 5), False),)
     scheduler.running[0].num_computed = 4
@@ -235,17 +244,26 @@ class Arrivals(RuleBasedStateMachine):
 
     @initialize(
         slice_=st.integers(1, 6),
-        budget=st.integers(3, 9),
+        budget=st.integers(3, 9) | st.integers(18, 30),
         rows=st.integers(1, 3),
         capacity=st.integers(20, 60),
         reserve=st.integers(0, 9),
+        drafts=st.integers(0, 4),
     )
-    def start(self, slice_, budget, rows, capacity, reserve):
+    def start(self, slice_, budget, rows, capacity, reserve, drafts):
         self.config = SchedulerConfig(
-            prefill_slice=slice_, token_budget=budget, max_rows=rows, reserve_tokens=reserve, decode_deadline_ms=0
+            prefill_slice=slice_,
+            token_budget=budget,
+            max_rows=rows,
+            reserve_tokens=reserve,
+            decode_deadline_ms=0,
+            num_draft_tokens=drafts,
         )
         self.ledger = Ledger(capacity)
-        self.scheduler = Scheduler(self.config, self.ledger, eos_ids=(0,))
+        # drafts that end, of every length, and none at all
+        self.scheduler = Scheduler(
+            self.config, self.ledger, eos_ids=(0,), propose=lambda tokens, most: (1,) * min(most, len(tokens) % 6)
+        )
         self.requests, self.outputs, self.ended = {}, {}, []
 
     @rule(length=st.integers(1, 12), new=st.integers(1, 8))
@@ -264,19 +282,28 @@ class Arrivals(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data):
+        decoding = {i for i, state in self.scheduler.running.items() if state.num_outstanding == 1}
         plan = self.scheduler.schedule()
         self.ledger.apply(plan)
         assert plan.num_tokens <= self.config.token_budget
         assert len(plan.rows) <= self.config.max_rows
-        counts = [row.num_tokens for row in plan.rows]
-        assert all(1 <= count <= self.config.prefill_slice for count in counts)
-        decode = [row.num_tokens == 1 and row.needs_logits for row in plan.rows]
-        assert decode == sorted(decode, reverse=True), "decode rows come first"
+        assert all(1 <= row.num_tokens - row.num_drafts <= self.config.prefill_slice for row in plan.rows)
+        kinds = [2 if row.num_tokens > 1 or not row.needs_logits else 0 for row in plan.rows]
+        kinds = [1 if row.num_drafts else kind for row, kind in zip(plan.rows, kinds, strict=True)]
+        assert kinds == sorted(kinds), "decode rows, speculative rows, slices"
+        assert decoding & set(self.scheduler.running) <= {row.request_id for row in plan.rows}, "a decode row left out"
+        chosen = {}
         for row in plan.rows:
-            whole = self.requests[row.request_id].prompt_ids + tuple(self.outputs[row.request_id])
-            assert row.token_ids == whole[row.start : row.start + row.num_tokens]
-            assert row.needs_logits == (row.start + row.num_tokens == len(whole))
-        tokens = {row.request_id: data.draw(st.sampled_from([0, 1, 2, None])) for row in plan.rows if row.needs_logits}
+            request = self.requests[row.request_id]
+            whole = request.prompt_ids + tuple(self.outputs[row.request_id])
+            assert row.token_ids == (whole + row.drafts)[row.start : row.start + row.num_tokens]
+            assert row.needs_logits == (row.start + row.num_tokens - row.num_drafts == len(whole))
+            assert row.num_drafts == 0 or len(whole) + row.num_drafts <= request.max_tokens
+            if row.needs_logits:
+                chosen[row.request_id] = [data.draw(st.sampled_from([1, 1, 1, 0, 2, None])) for _ in row.token_ids]
+                chosen[row.request_id] = chosen[row.request_id][-row.num_logits :]
+        tokens = verify(plan, chosen, self.scheduler.running, (0,))
+        self.ledger.keep(plan, tokens)
         for event in self.scheduler.commit(plan, tokens):
             if event.token_id is not None:
                 self.outputs[event.request_id].append(event.token_id)

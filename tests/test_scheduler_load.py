@@ -1,5 +1,6 @@
 """The scheduler on a clock of its own: deadlines, priorities, starvation, timeouts; and against the real cache."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -9,10 +10,12 @@ import pytest
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.layout import CacheLayout
 from distdec.cache.parking import Parking
+from distdec.cache.prefix import PrefixIndex, token_bytes
 from distdec.config import SchedulerConfig
 from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
 from distdec.scheduler import MAX_DELAY, MIN_SLICE, Scheduler
+from distdec.speculative import verify
 from distdec.step_cost import LEAST_STEPS, StepCost, StepLoad
 
 
@@ -31,6 +34,7 @@ class Machine:
         )
         self.token_times = {}
         self.ended = {}
+        self.kept = ()
 
     def add(self, prompt, new=4, **fields):
         tokens = tuple(range(prompt)) if isinstance(prompt, int) else tuple(prompt)
@@ -40,9 +44,10 @@ class Machine:
         return request.request_id
 
     def step(self, token=lambda request_id: 3):
-        plan = StepPlan.decode(self.scheduler.schedule().encode())
+        plan = StepPlan.decode(dataclasses.replace(self.scheduler.schedule(), kept=self.kept).encode())
         for rank, (cache, replay) in enumerate(zip(self.caches, self.replays, strict=True)):
             if rank:
+                replay.keep(plan.kept)
                 replay.admit(plan)
             rows = [(row.request_id, row.num_tokens) for row in plan.rows]
             assert cache.can_extend(rows), "a plan that does not fit"
@@ -51,7 +56,11 @@ class Machine:
                 cache.extend(request_id, count)
             replay.publish(plan)
         self.now += self.cost(plan) / 1e3
-        tokens = {row.request_id: token(row.request_id) for row in plan.rows if row.needs_logits}
+        chosen = {row.request_id: [token(row.request_id) for _ in range(row.num_logits)] for row in plan.rows}
+        tokens = verify(plan, {i: new for i, new in chosen.items() if new}, self.scheduler.running, ())
+        # the other ranks hear of it with the next plan
+        self.kept = tuple([(r.request_id, r.start + len(tokens[r.request_id])) for r in plan.rows if r.num_drafts])
+        self.replays[0].keep(self.kept)
         for event in self.scheduler.commit(plan, tokens):
             self.token_times.setdefault(event.request_id, []).append(self.now)
         for request_id in list(self.scheduler.finished):
@@ -203,10 +212,11 @@ def test_the_first_in_order_gets_on_in_every_step_while_others_are_preempted():
     assert machine.scheduler.stats.preemptions >= 4
 
 
-def storm(num_requests, seed, host_frames=0):
+def storm(num_requests, seed, host_frames=0, drafts=0):
     """Random requests with common prefixes arrive, grow, are cancelled and time out, in a cache that is too small.
 
-    Where there is a host, the cheaper way of a preemption is drawn.
+    Where there is a host, the cheaper way of a preemption is drawn. Two tokens take turns at random in the outputs, so
+    that drafts from the text are right or wrong.
     """
     chance = random.Random(seed)
     machine = Machine(
@@ -216,6 +226,7 @@ def storm(num_requests, seed, host_frames=0):
         reserve_tokens=3,
         max_rows=8,
         prefill_slice=12,
+        num_draft_tokens=drafts,
     )
     machine.hosts[0].ms_per_token = 1.0
     machine.scheduler.cost.prefill_ms = lambda num_tokens, slice_tokens: chance.choice([0.0, math.inf, math.inf])
@@ -228,8 +239,9 @@ def storm(num_requests, seed, host_frames=0):
             alive.append(machine.add(prompt, chance.randint(1, 30), priority=chance.randint(0, 2), timeout_s=timeout))
         if alive and chance.random() < 0.05:
             machine.scheduler.finish(alive.pop(chance.randrange(len(alive))), FinishReason.CANCELLED)
-        plan = machine.step(token=lambda request_id: None if chance.random() < 0.002 else 20 + request_id % 3)
-        if plan.step % 200 == 0:
+        machine.step(lambda i: None if chance.random() < 0.002 else 20 + (i + (chance.random() < 0.2)) % 3)
+        # not between the ranks' hearing of what is kept
+        if chance.random() < 0.01 and not machine.kept:
             agree(machine)
     while machine.step().kind is not PlanKind.DONE:
         pass
@@ -245,6 +257,14 @@ def storm(num_requests, seed, host_frames=0):
 def agree(machine):
     machine.scheduler.check_integrity()
     first = machine.caches[0]
+    for request_id, state in machine.scheduler.running.items():
+        # of what was published nothing was ever taken back, and no page was left out
+        keys, tokens = [first._ledger.index.root(0)], (*state.request.prompt_ids, *state.output_ids)
+        for start in range(0, state.num_computed - 1, 2):
+            keys.append(PrefixIndex.key(keys[-1], token_bytes(tokens[start : start + 2])))
+        published = first._get(request_id).keys
+        assert published == keys[1 : len(published) + 1]
+        assert len(published) == state.num_computed // 2
     for cache, host in zip(machine.caches, machine.hosts, strict=True):
         cache.check_integrity()
         assert host.frames == machine.hosts[0].frames
@@ -273,10 +293,18 @@ def test_random_requests_of_which_some_wait_on_the_host_all_end_and_every_rank_a
     assert 5 < stats.offloads < stats.preemptions
 
 
+@pytest.mark.parametrize("host_frames", [0, 5])
+def test_random_requests_with_drafts_all_end_and_every_rank_agrees(host_frames):
+    stats = storm(300, 5, host_frames, drafts=4)
+    check_storm(stats)
+    assert 0.2 < stats.acceptance_rate < 0.9
+
+
 @pytest.mark.slow
 def test_ten_thousand_random_requests_in_a_small_cache_all_end_and_every_rank_agrees():
     check_storm(storm(10_000, seed=2))
     check_storm(storm(10_000, seed=4, host_frames=5))
+    check_storm(storm(10_000, seed=6, host_frames=5, drafts=4))
 
 
 def test_the_cost_of_steps_is_learned_and_follows_a_change():
