@@ -228,7 +228,8 @@ def graphs(bench: Bench) -> None:
                 except RuntimeError as error:
                     bench.recorder.write("graphs", mode, {"mode": mode}, "unavailable", reason=str(error))
                     continue
-                replay_steps(bench, merge, mode, num_steps=8 if bench.smoke else 300)
+                for own_apart in (False, True):
+                    replay_steps(bench, merge, mode, 8 if bench.smoke else 300, own_apart)
     owned.close()
 
 

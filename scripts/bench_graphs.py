@@ -11,18 +11,21 @@ from benchlib import CheckFailed
 from distdec.attention import DistributedAttention
 
 
-def replay_steps(bench: Bench, merge: Any, mode: str, num_steps: int) -> None:
+def replay_steps(bench: Bench, merge: Any, mode: str, num_steps: int, own_apart: bool = False) -> None:
     """Record that replays equal eager calls bit by bit, with the host and device time of a step.
 
     Rows of different length grow by a token a step, so that steps open chunks at different times. A capture serves
     until the step's buffers move (`generation`), which doubles their capacity. Two replays run back to back.
+
+    Args:
+        own_apart: as of `ShardedCache`.
 
     Raises:
         CheckFailed: a step's bits differ.
     """
     rows = (300, 17, 120) if bench.smoke else (5000, 37, 1020, 250, 131, 2040, 900, 100)
     shape = Shape(rows, 8, 2, 64) if bench.smoke else Shape(rows)
-    inputs = bench.inputs(shape, copies=1)
+    inputs = bench.inputs(shape, copies=1, own_apart=own_apart)
     layer = DistributedAttention(bench.mesh, inputs.cache, merge=merge)
     static = [inputs.q.clone(), inputs.k_new.clone(), inputs.v_new.clone()]
     replay, generation, captures, waits = None, -1, 0, []
@@ -54,7 +57,8 @@ def replay_steps(bench: Bench, merge: Any, mode: str, num_steps: int) -> None:
     if waits:
         value["replay_host_us"] = round(sorted(waits)[len(waits) // 2], 2)
     fields = {"merge": merge.mode, "kvp": bench.mesh.kvp_size, "backend": inputs.ops.name, **inputs.describe()}
-    bench.recorder.write("graphs", mode, {**shape.config(), "mode": mode}, "derived", value=value, **fields)
+    config = {**shape.config(), "mode": mode, "overlap": "store" if own_apart else "none"}
+    bench.recorder.write("graphs", mode, config, "derived", value=value, **fields)
 
 
 def capture(call):

@@ -230,14 +230,15 @@ def test_bench_attention_relates_the_sharded_layer_to_one_rank(tmp_path, ranks):
     assert layer["1 GPU"]["local_tokens"] == 470
     assert layer["3 GPUs all_gather"]["local_tokens"] < 470
     assert layer["3 GPUs all_gather"]["baseline"] == "1 GPU"
-    replayed = [record["value"] for record in records if record["section"] == "graphs"]
-    assert [value["same_bits"] for value in replayed] == [True, True]
+    replayed = [record for record in records if record["section"] == "graphs"]
+    assert [record["value"]["same_bits"] for record in replayed] == [True] * 4
+    assert [record["config"]["overlap"] for record in replayed] == ["none", "store"] * 2
 
 
 def test_bench_attention_runs_on_one_rank(tmp_path):
     status, records = run("bench_attention", tmp_path, "layer,graphs")
     assert status == 0
-    assert [(record["name"], record["status"]) for record in records] == [("1 GPU", "ok"), ("auto", "derived")]
+    assert [(record["name"], record["status"]) for record in records] == [("1 GPU", "ok")] + [("auto", "derived")] * 2
 
 
 def test_a_step_with_other_bits_fails_the_graph_section(tmp_path, monkeypatch):
