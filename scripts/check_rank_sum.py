@@ -2,16 +2,19 @@
 ranks, and its time next to the collective library's.
 """
 
+import itertools
 import math
 import time
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from check_ranks import SLEEP_CYCLES, captured, raised, same_on_all, timed
 from one_shot_inputs import random_partials, truth
 
 from distdec.one_shot import OneShotMerge
 from distdec.ops.partial import Partial
+from distdec.ops.splits import Splits
 from distdec.rank_sum import OneShotSum
 
 # one number, a row of a decode step, odd ends, many rows, and what is left to the library
@@ -67,7 +70,10 @@ def check_sum(mesh):
 
 
 def check_sum_replays(mesh):
-    """Graphs of sums and merges in turn, as a layer has them, with new inputs and now and then a late rank."""
+    """Graphs of sums and merges in turn, as a layer has them, with new inputs and now and then a late rank.
+
+    Some of both fetch what follows them, which must change nothing.
+    """
     merge, kernel = OneShotMerge(mesh), OneShotSum(mesh)
     steps = [random_partials(mesh.kvp_size, 2, 32, 128, seed=step) for step in range(5)]
     first = mesh.rank - mesh.kvp_rank
@@ -76,12 +82,13 @@ def check_sum_replays(mesh):
     lses = [step[mesh.kvp_rank].lse.to(mesh.device) for step in steps]
     static = Partial(outs[0].clone(), lses[0].clone())
     x = parts[0][mesh.rank].clone()
+    following = torch.randn(4096, 4096, dtype=torch.bfloat16, device=mesh.device)
 
     def layers():
         found = []
-        for _ in range(3):
-            merged = merge(static)
-            found += [merged.out, kernel(x), kernel(x[:4096])]
+        for weight in (None, following, None):
+            merged = merge.merge_splits(Splits.of(static), following=weight)
+            found += [merged.out, kernel(x), kernel(x[:4096], following)]
         return found
 
     replay, found = captured(layers)
@@ -152,6 +159,18 @@ def check_sum_times(mesh):
             told = f"{how} {ours:.2f}, all-reduce of the library {library:.2f}"
             print(f"  sum of {rows} rows of 4,096 bfloat16 ({rows * 8} KiB), us: {told}", flush=True)
     y = torch.randn(1, 4096, dtype=torch.bfloat16, device=mesh.device)
+    # more than the cache holds, so that every product reads memory
+    weights = [torch.randn(7168, 4096, dtype=torch.bfloat16, device=mesh.device) for _ in range(4)]
+    for name, fetch in (("not fetched", False), ("fetched", True)):
+        turns = itertools.cycle(weights)
+
+        def summed_and_multiplied(turns=turns, fetch=fetch):
+            weight = next(turns)
+            return F.linear(kernel(y, weight if fetch else None), weight)
+
+        us = timed(mesh, summed_and_multiplied)
+        if mesh.rank == 0:
+            print(f"  sum of a row, then a product with 56 MiB that the sum has {name}: {us:.2f} us", flush=True)
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(200):

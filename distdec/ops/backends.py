@@ -24,7 +24,8 @@ class OpsBackend:
     `decode_splits`, where there is one, is `decode` without the join of its splits, for merges that do it themselves.
     `preferred_tile_tokens` is the tile that the kernels are built for; None means a tile may be as long as a view.
     The other optional ops come with `decode_splits`: `plan_spans` and `derive_spans` deal a step's tiles to programs,
-    once for all layers; `finish_splits` and `fold_ranks` turn partials into what a layer hands on.
+    once for all layers; `finish_splits`, which adds a step's own tokens too (`own.py`), and `fold_ranks` turn partials
+    into what a layer hands on.
     """
 
     name: str
