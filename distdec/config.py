@@ -149,7 +149,8 @@ class CacheConfig:
         metadata=_help("GiB of KV a rank may hold; 0: what the run needs, within memory_fraction of free memory"),
     )
     memory_fraction: float = field(
-        default=0.8, metadata=_help("share of a rank's free memory the cache may take when sizes are automatic")
+        default=0.9,
+        metadata=_help("share of what is free beside the weights for cache, largest step and graphs"),
     )
     min_chunk: int = field(default=128, metadata=_help("tokens of a frame, the unit of allocation; a power of two"))
     max_chunk: int = field(default=1024, metadata=_help("tokens of the longest chunk: min_chunk times 1, 2, 4 or 8"))

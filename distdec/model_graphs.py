@@ -57,12 +57,7 @@ class ModelGraphs:
         mesh, merge, buffers = binding.attention.mesh, binding.attention.merge, self.cache.buffers
         self._max_prefills = max_prefills
         self._q_len = 1 + num_draft_tokens
-        mixed = mixed_buckets(max_rows, max_tokens) if max_prefills else []
-        self._paddings = [Padding(rows) for rows in row_buckets(max_rows)]
-        self._paddings += [Padding(r, max_prefills, t) for r, t in mixed]
-        if num_draft_tokens:
-            self._paddings += [Padding(rows, q_len=self._q_len) for rows in row_buckets(max_rows)]
-            self._paddings += [Padding(r, max_prefills, t, self._q_len) for r, t in mixed if r]
+        self._paddings = paddings(max_rows, max_tokens, max_prefills, num_draft_tokens)
         frames = self.cache.layout.num_frames[mesh.kvp_rank]
         # a view lies in a chunk of its own, unless prefixes are shared: then this may not do, see `stale`
         rows = max_rows + max_prefills
@@ -142,6 +137,18 @@ class ModelGraphs:
     def close(self) -> None:
         """Drop the graphs; before the merge and the process group go."""
         self._graphs.close()
+
+
+def paddings(max_rows: int, max_tokens: int, max_prefills: int, num_draft_tokens: int = 0) -> list[Padding]:
+    """Return what the captured steps are padded to; arguments as for `ModelGraphs`."""
+    mixed = mixed_buckets(max_rows, max_tokens) if max_prefills else []
+    found = [Padding(rows) for rows in row_buckets(max_rows)]
+    found += [Padding(r, max_prefills, t) for r, t in mixed]
+    if num_draft_tokens:
+        q_len = 1 + num_draft_tokens
+        found += [Padding(rows, q_len=q_len) for rows in row_buckets(max_rows)]
+        found += [Padding(r, max_prefills, t, q_len) for r, t in mixed if r]
+    return found
 
 
 def _key(pad: Padding) -> GraphKey:

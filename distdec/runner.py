@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,64 +15,19 @@ from torch import Tensor
 from distdec.arrival import Arrival, wait_for
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
-from distdec.capacity import GIB, choose_max_tokens
+from distdec.capacity import GIB, Room, choose_max_tokens
 from distdec.config import Config
 from distdec.hf.attention import bind_engine
 from distdec.hf.sharding import merge_for, rank_sum_of, sharding_of
-from distdec.hf.support import Geometry, check_model
-from distdec.hf.weights import load_sharded
+from distdec.hf.support import check_model
+from distdec.load import DTYPES, load_model, resolve_dtype
 from distdec.mesh import Mesh
 from distdec.model_graphs import ModelGraphs
 from distdec.request import StepPlan
 from distdec.row_tables import NO_PADDING, Padding
 from distdec.sampling import greedy
 from distdec.sharded_cache import ShardedCache
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def resolve_dtype(name: str, device: torch.device) -> str:
-    """Return the dtype's name that `auto` means on a device."""
-    if name != "auto":
-        return name
-    return "bfloat16" if device.type == "cuda" else "float32"
-
-
-def load_model(
-    folder: str | Path, mesh: Mesh, config: Config, progress: Callable[[str], None] | None = None
-) -> torch.nn.Module:
-    """Load this rank's part of a model folder's weights.
-
-    Args:
-        config: its sections model and parallel are read.
-        progress: called with each parameter's name once it is in place.
-
-    Raises:
-        ValueError: the model cannot run on a sharded cache, or not in this layout.
-    """
-    dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
-    how = config.parallel
-    model = load_sharded(folder, mesh, dtype=dtype, queries=how.queries, experts=how.experts, progress=progress)
-    check_model(model, mesh, engine=True)
-    _read_generation_config(model, folder)
-    return model
-
-
-def cache_size(model: torch.nn.Module, mesh: Mesh, config: Config, wanted_tokens: int) -> int:
-    """Return how many tokens the cache shall hold over all ranks, by the options and this rank's free memory.
-
-    Free memory differs between ranks, so one rank's answer has to be used by all.
-
-    Args:
-        wanted_tokens: size of a cache whose size is automatic, where memory allows.
-
-    Raises:
-        ValueError: there is no memory for a cache.
-    """
-    geometry = check_model(model, mesh, engine=True)
-    item = DTYPES[resolve_dtype(config.model.dtype, mesh.device)].itemsize
-    per_token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim * item
-    return choose_max_tokens(config.cache, wanted_tokens, per_token, _free_bytes(mesh), mesh.kvp_size)
+from distdec.sizing import Memory, bytes_per_token, make_cache, make_smallest_cache, memory_of, warm_up
 
 
 class Runner:
@@ -91,6 +47,9 @@ class Runner:
         self.max_tokens = max_tokens
         self.binding = bind_engine(model, attention)
         self.graphs: ModelGraphs | None = None
+        # this rank's memory as `build` found it, and the seconds of its parts
+        self.room = Room(0)
+        self.start_s: dict[str, float] = {}
         self._num_eager = 0
         self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s)
         # of the step launched last
@@ -103,44 +62,103 @@ class Runner:
         model: torch.nn.Module,
         mesh: Mesh,
         config: Config,
-        max_tokens: int,
+        wanted_tokens: int,
         progress: Callable[[int, int], None] | None = None,
+        memory: Memory | None = None,
     ) -> Runner:
-        """Make the cache and the attention layer for a model from `load_model`, and capture its steps.
+        """Choose how a model from `load_model` communicates, warm it up, make its cache and capture its steps.
 
         Args:
-            max_tokens: size of the cache, the same on every rank; see `cache_size`.
+            wanted_tokens: size of a cache whose size is automatic, where memory allows; the same on every rank.
             progress: called with the number of captured steps, and of all.
+            memory: reads this rank's free memory; None reads the device's.
+
+        Raises:
+            ValueError: there is no memory for the cache, or for the steps beside it.
 
         Notes:
-            Collective: the choice of the merge and of the sum over ranks, the captured steps.
+            Collective: the choice of the merge and of the sum over ranks, the warm-up, the size, the captured steps.
         """
+        started = time.perf_counter()
         geometry = check_model(model, mesh, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
-        cache = _make_cache(mesh, geometry, config, max_tokens, dtype)
+        memory = memory or memory_of(mesh)
         merge = merge_for(model, mesh, config.parallel.merge, config.parallel.transport)
         total = rank_sum_of(model)
         if total is not None:
             total.choose(config.parallel.reduce, mesh, config.parallel.timeout_s)
-        runner = cls(model, DistributedAttention(mesh, cache, merge=merge), max_tokens)
+        room = Room(memory.free())
+        smallest = make_smallest_cache(mesh, geometry, config, dtype)
+        runner = cls(model, DistributedAttention(mesh, smallest, merge=merge), 0)
+        del smallest
         if config.parallel.overlap in ("fetch", "both"):
             runner.binding.fetch_following()
         if _switched_on(config.backend.compile, mesh):
             runner.binding.compile()
-        if _switched_on(config.backend.graphs, mesh):
-            steps = config.scheduler
-            try:
-                most = (steps.max_rows, steps.token_budget, steps.max_pending_prefills)
-                runner.capture(*most, progress, num_draft_tokens=steps.num_draft_tokens)
-            except RuntimeError as error:
-                # by name: importing the compiler takes a second, and most runs on a CPU never need it
-                if type(error).__module__ != "torch._dynamo.exc":
-                    raise
-                raise RuntimeError(
-                    f"torch.compile cannot compile the layers of {type(model).__name__}; backend.compile=off runs them "
-                    f"as they are: {error}"
-                ) from error
+        with _explained(model):
+            if memory.measures:
+                captures = _switched_on(config.backend.graphs, mesh)
+                room = Room(room.free, *warm_up(runner.binding, config.scheduler, memory, captures))
+            runner.start_s["warm-up"] = time.perf_counter() - started
+            runner._settle(config, wanted_tokens, room, memory, progress)
         return runner
+
+    def _settle(
+        self,
+        config: Config,
+        wanted_tokens: int,
+        room: Room,
+        memory: Memory,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
+        """Make the cache that fits this rank's room and all others', and capture the steps.
+
+        What the captured steps take is known only then. Where it is more than was set aside and the cache has left no
+        other room, a smaller cache is made, once.
+        """
+        started = time.perf_counter()
+        mesh, steps, dtype = self.mesh, config.scheduler, self.cache.pool.k.dtype
+        geometry, captures = self.binding.geometry, _switched_on(config.backend.graphs, self.mesh)
+
+        def fitting() -> int:
+            rooms = [Room(*words) for words in mesh.gather(self.room)]
+            return choose_max_tokens(
+                config.cache, wanted_tokens, bytes_per_token(geometry, dtype), rooms, mesh.kvp_size
+            )
+
+        self.room, taken = room, 0
+        size = fitting()
+        for last in (False, True):
+            self._use(make_cache(mesh, geometry, config, size, dtype), size)
+            if captures:
+                before = memory.free()
+                most = (steps.max_rows, steps.token_budget, steps.max_pending_prefills)
+                self.capture(*most, progress, num_draft_tokens=steps.num_draft_tokens)
+                taken = before - memory.free()
+            self.start_s["capture"] = time.perf_counter() - started
+            if not (captures and memory.measures):
+                return
+            self.room = room._replace(graphs=taken)
+            fits = fitting()
+            if fits >= size:
+                return
+            assert self.graphs is not None, "captured above"
+            self.graphs.close()
+            self.graphs = None
+            if last:
+                raise ValueError(
+                    f"captured steps take {taken / GIB:.3g} GiB, more each time, and leave no room for a cache of "
+                    f"{size} tokens: cache.max_tokens={fits} is smaller, backend.graphs=off captures none"
+                )
+            # the large one goes first: there is no room for both
+            self._use(make_smallest_cache(mesh, geometry, config, dtype), 0)
+            memory.free()
+            size = fits
+
+    def _use(self, cache: ShardedCache, max_tokens: int) -> None:
+        """Run on another cache from now on. No graph may hold the one before."""
+        self.attention.cache = self.cache = cache
+        self.max_tokens = max_tokens
 
     @classmethod
     def load(
@@ -152,17 +170,20 @@ class Runner:
         wanted_tokens: int = 0,
         progress: Callable[[int, int], None] | None = None,
     ) -> Runner:
-        """Load a model folder and make its cache: `load_model`, `cache_size` and `build` in one.
+        """Load a model folder and make its cache: `load_model` and `build` in one.
+
+        Args:
+            wanted_tokens: as for `build`; rank 0's counts.
 
         Raises:
             ValueError: the model or the layout cannot run, or there is no memory for a cache.
 
         Notes:
-            Collective: rank 0's size of the cache is used everywhere.
+            Collective: as `build`.
         """
         model = load_model(folder, mesh, config)
-        [size] = mesh.agree([cache_size(model, mesh, config, wanted_tokens)])
-        return cls.build(model, mesh, config, size, progress)
+        [wanted] = mesh.agree([wanted_tokens])
+        return cls.build(model, mesh, config, wanted, progress)
 
     def capture(
         self,
@@ -280,6 +301,26 @@ class Runner:
             total.close()
 
 
+@contextlib.contextmanager
+def _explained(model: torch.nn.Module) -> Iterator[None]:
+    """Say which options help where the start fails for want of memory or for what the compiler cannot do."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ValueError(
+            "memory ran out at the start: smaller scheduler.token_budget, scheduler.max_rows and cache.memory_fraction "
+            f"need less, and so do more ranks ({str(error).splitlines()[0]})"
+        ) from error
+    except RuntimeError as error:
+        # by name: importing the compiler takes a second, and most runs on a CPU never need it
+        if type(error).__module__ != "torch._dynamo.exc":
+            raise
+        raise RuntimeError(
+            f"torch.compile cannot compile the layers of {type(model).__name__}; backend.compile=off runs them as they "
+            f"are: {error}"
+        ) from error
+
+
 def _switched_on(option: str, mesh: Mesh) -> bool:
     return option == "on" or (option == "auto" and mesh.device.type == "cuda")
 
@@ -344,45 +385,3 @@ class _Inputs:
             self._copied.record()
         count = len(wanted) if pad == NO_PADDING else pad.decode_rows * pad.q_len + pad.prefill_rows
         return len(wanted), (self.words[0, :total], self.words[1, :total], self.words[2, :count])
-
-
-def _read_generation_config(model: Any, folder: str | Path) -> None:
-    """Take the folder's generation config where there is one: it may name more end-of-sequence tokens."""
-    if (Path(folder) / "generation_config.json").exists():
-        from transformers import GenerationConfig
-
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def _make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype: torch.dtype) -> ShardedCache:
-    options = config.cache
-    if options.weights is not None and len(options.weights) != mesh.kvp_size:
-        raise ValueError(
-            f"cache.weights has {len(options.weights)} entries {list(options.weights)} for {mesh.kvp_size} kvp ranks"
-        )
-    return ShardedCache(
-        mesh,
-        num_layers=geometry.num_layers,
-        num_kv_heads=geometry.num_kv_heads,
-        head_dim=geometry.head_dim,
-        max_tokens=size,
-        dtype=dtype,
-        min_chunk=options.min_chunk,
-        max_chunk=options.max_chunk,
-        page_size=options.page_size,
-        weights=options.weights,
-        shard_min_tokens=options.shard_min_tokens,
-        windows=geometry.windows,
-        prefix_caching=options.prefix_caching,
-        host_bytes=int(options.host_gb * GIB),
-        backend=config.backend.name,
-        own_apart=config.parallel.overlap in ("store", "both"),
-    )
-
-
-def _free_bytes(mesh: Mesh) -> int:
-    """Return the free memory of this rank's device; on a CPU its share of the host's."""
-    if mesh.device.type == "cuda":
-        return int(torch.cuda.mem_get_info(mesh.device)[0])
-    words: list[Any] = Path("/proc/meminfo").read_text().split()
-    return int(words[words.index("MemAvailable:") + 1]) * 1024 // mesh.world_size

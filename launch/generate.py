@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,20 +115,23 @@ def _skip(output: Any, bad: Any) -> None:
 
 
 def make_engine(config: Config, job: boot.Job, folder: Path, work: Work | None) -> Any:
-    """Load the model on every rank and make the engine; the size of its cache is rank 0's decision."""
+    """Load the model on every rank and make the engine; its cache is as large as the rank with least room allows."""
     from distdec.engine import Engine
     from distdec.hf.sharding import rank_sum_of
-    from distdec.runner import Runner, cache_size, load_model
+    from distdec.load import load_model
+    from distdec.runner import Runner
 
     mesh = job.mesh
+    started = time.perf_counter()
     model = job.together("loading the model", lambda: load_model(folder, mesh, config))
+    loaded = time.perf_counter()
     wanted = 0
     if work is not None:
         requests = [Request(i, prompt.token_ids, prompt.sampling) for i, prompt in enumerate(work.prompts)]
         wanted = tokens_needed(requests, config.scheduler.max_rows, config.cache.min_chunk)
-    size = job.on_leader(lambda: cache_size(model, mesh, config, wanted))
-    [size] = mesh.agree([size] if size is not None else None)
-    runner = Runner.build(model, mesh, config, size, _capture_progress() if work is not None else None)
+    [wanted] = mesh.agree([wanted])
+    runner = Runner.build(model, mesh, config, wanted, _capture_progress() if work is not None else None)
+    runner.start_s = {"load": loaded - started, **runner.start_s}
     if work is not None and mesh.kvp_size > 1:
         console.note(f"merge {runner.attention.merge.reason}")
     total = rank_sum_of(model)

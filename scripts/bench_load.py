@@ -150,8 +150,9 @@ def measure(bench: Bench, section: str) -> None:
 def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dtype, arrivals: list[Arrival]) -> Engine:
     """Build a random model and an engine whose cache holds what the workload needs, or `--kv-tokens`."""
     requests = [Request(i, tuple(arrival.prompt), greedy(arrival.new)) for i, arrival in enumerate(arrivals)]
+    size = args.kv_tokens or tokens_needed(requests, args.max_rows, CacheConfig.min_chunk) + CacheConfig.min_chunk
     config = Config(
-        cache=CacheConfig(prefix_caching=not args.no_prefix_caching, host_gb=args.host_gb),
+        cache=CacheConfig(max_tokens=size, prefix_caching=not args.no_prefix_caching, host_gb=args.host_gb),
         scheduler=SchedulerConfig(
             prefill_slice=args.prefill_slice,
             token_budget=args.token_budget,
@@ -162,7 +163,6 @@ def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dt
         ),
         backend=BackendConfig(name=args.backend, graphs=args.graphs),
     )
-    size = args.kv_tokens or tokens_needed(requests, args.max_rows, config.cache.min_chunk) + config.cache.min_chunk
     model = build(name, mesh, dtype, smoke=args.smoke)
     return Engine(Runner.build(model, mesh, config, size), config.scheduler, eos_ids=())
 

@@ -89,7 +89,7 @@ class Session:
         """The engine's, with the options of the command line."""
         config = Config(
             parallel=ParallelConfig(merge=self.args.merge, reduce=self.args.reduce),
-            cache=CacheConfig(prefix_caching=False),
+            cache=CacheConfig(max_tokens=self.need.tokens, prefix_caching=False),
             scheduler=SchedulerConfig(max_rows=self.need.rows, token_budget=self.need.budget),
             backend=BackendConfig(name=self.args.backend, graphs=self.args.graphs),
         )

@@ -116,8 +116,8 @@ def test_the_mark_says_how_experts_are_split(experts, found):
 
 def test_the_runtime_splits_experts_as_asked(tmp_path):
     from distdec.config import Config, ParallelConfig
+    from distdec.load import load_model
     from distdec.mesh import Mesh
-    from distdec.runner import load_model
 
     tiny_model("qwen3_moe", "eager").save_pretrained(tmp_path)
     for experts in ("expert", "width"):

@@ -49,6 +49,8 @@ LEVELS = {
     "distdec.hf": 5,
     "distdec.graphs": 5,
     "distdec.model_graphs": 5,
+    "distdec.sizing": 5,
+    "distdec.load": 5,
     "distdec.runner": 5,
     "distdec.engine": 6,
     "distdec.serving": 7,
