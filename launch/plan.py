@@ -6,6 +6,8 @@
 Options are those of generate.py. `cache.max_tokens` is the context planned for (0: the model's longest), over all
 sequences together; `cache.memory_gb` the memory of one rank for weights and KV (0: that of the GPU the model of
 distdec/planner.py describes); `parallel.kvp` x `parallel.tp` the ranks (kvp 0: 1, 2, 4, ... are compared).
+`pays from` is the length of all sequences together from which attention over kvp ranks, the one_shot merge included, is
+faster than over one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from distdec.planner import (
     LayoutPlan,
     ModelShape,
     Workload,
+    break_even_tokens,
     dtypes_that_fit,
     layout_plan,
     ranks_to_fit,
@@ -71,10 +74,11 @@ def report(config: Config) -> None:
         for name in names:
             size = DTYPE_BYTES[name]
             load = Workload(tokens, weight_bytes=size, kv_bytes=size)
-            rows.append(_row(layout_plan(shape, load, kvp, tp, hardware=hardware), name))
+            pays = break_even_tokens(shape.kv_bytes_per_token(size) // (shape.num_layers * tp), kvp, hardware=hardware)
+            rows.append(_row(layout_plan(shape, load, kvp, tp, hardware=hardware), name, pays))
     memory = console.bytes_text(hardware.memory_bytes)
     title = f"{tokens} tokens of context, {memory} a rank ({hardware.reserve_fraction:.0%} kept free)"
-    console.print_table(title, ["layout", "ranks", "dtype", "weights / rank", "KV / rank", "fits"], rows)
+    console.print_table(title, ["layout", "ranks", "dtype", "weights / rank", "KV / rank", "pays from", "fits"], rows)
     for name in names:
         size = DTYPE_BYTES[name]
         per_token = shape.kv_bytes_per_token(size)
@@ -88,13 +92,14 @@ def report(config: Config) -> None:
         console.say(line)
 
 
-def _row(plan: LayoutPlan, dtype: str) -> list[str]:
+def _row(plan: LayoutPlan, dtype: str, pays: int) -> list[str]:
     return [
         f"kvp {plan.kvp} x tp {plan.tp}",
         str(plan.kvp * plan.tp),
         dtype,
         console.bytes_text(plan.weight_bytes),
         console.bytes_text(plan.kv_bytes),
+        str(pays) if plan.kvp > 1 else "-",
         "yes" if plan.fits else "no",
     ]
 

@@ -48,10 +48,10 @@ NAN, INF = float("nan"), float("inf")
         ),
         (
             lambda: ParallelConfig(timeout_s=NAN),
-            "parallel.timeout_s must be .* more than 0 and .* got nan",
+            "parallel.timeout_s must be .* at least 1 and .* got nan",
         ),
         (lambda: ParallelConfig(timeout_s=1e300), r"parallel.timeout_s must be .* at most 1e\+06, got 1e\+300"),
-        (lambda: ParallelConfig(timeout_s=0.0), "more than 0 and .* got 0.0"),
+        (lambda: ParallelConfig(timeout_s=0.001), "at least 1 and .* got 0.001"),
         (lambda: CacheConfig(min_chunk=96, max_chunk=96), "cache.min_chunk must be a power of two, got 96"),
         (lambda: CacheConfig(max_chunk=2048), r"one of \[128, 256, 512, 1024\].*got 2048"),
         (lambda: CacheConfig(page_size=48), "cache.page_size=48 must divide cache.min_chunk=128"),

@@ -343,5 +343,9 @@ def test_the_plan_says_what_fits(folder, capsys):
     rows = {line.split()[1]: line.split()[-1] for line in out.splitlines() if line.startswith("  kvp")}
     assert rows["1"] == rows["2"] == "no"
     assert rows["4"] == rows["64"] == "yes"
+    pays = {line.split()[1]: line.split()[-2] for line in out.splitlines() if line.startswith("  kvp")}
+    # 3.5 us of merge are 3.5 x 4.56e6 bytes; of 256 a token and layer two ranks save half
+    assert pays["1"] == "-"
+    assert pays["2"] == str(int(3.5 * 4.56e6 * 2 / 256))
     with pytest.raises(ValueError, match=r"tp = 3 does not divide the 2 KV heads.*legal \(kvp, tp\): \(3, 1\)"):
         plan.report(configure(*options, "parallel.tp=3"))

@@ -349,10 +349,6 @@ class KVCache:
             evicted_chunks=ledger.evicted_chunks,
         )
 
-    def capacity_tokens(self) -> int:
-        """Return the slots of all ranks."""
-        return sum(self.layout.num_slots(rank) for rank in range(self.layout.num_ranks))
-
     def check_integrity(self) -> None:
         """Check that all books agree; O(frames + views). For idle moments and tests.
 
