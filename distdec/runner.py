@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from math import inf
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distdec.arrival import Arrival, wait_for
+from distdec.arrival import Arrival, Patience
 from distdec.attention import DistributedAttention
 from distdec.batch import StepBatch
 from distdec.capacity import GIB, Room, choose_max_tokens
@@ -51,7 +50,8 @@ class Runner:
         self.room = Room(0)
         self.start_s: dict[str, float] = {}
         self._num_eager = 0
-        self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s)
+        self._patience = Patience(self.mesh.timeout_s)
+        self._inputs = _Inputs(self.mesh.device, self._patience)
         # of the step launched last
         self._logits: Tensor | None = None
         self._tokens: Tensor | None = None
@@ -197,7 +197,7 @@ class Runner:
         """Run steps of up to `max_rows` rows as graphs from now on. Arguments as for `ModelGraphs`."""
         # a captured step may hold all rows and all tokens of a step in padding
         capacity = max_tokens + max_rows * (1 + num_draft_tokens)
-        self._inputs = _Inputs(self.mesh.device, self.mesh.timeout_s, capacity)
+        self._inputs = _Inputs(self.mesh.device, self._patience, capacity)
         self.graphs = ModelGraphs(
             self.binding,
             self._inputs.words,
@@ -233,7 +233,7 @@ class Runner:
         """
         assert self._logits is not None, "choose() before a step"
         self._tokens = greedy(self._logits)
-        return Arrival(self._tokens, self.mesh.timeout_s)
+        return Arrival(self._tokens, self._patience)
 
     def ready(self) -> Tensor:
         """Return the logits of the step launched last, once the device has them.
@@ -242,10 +242,7 @@ class Runner:
             StepStuck: it has not after the mesh's timeout: a rank is lost.
         """
         assert self._logits is not None, "ready() before a step"
-        if self._logits.is_cuda:
-            event = torch.cuda.Event()
-            event.record()
-            wait_for(event, self.mesh.timeout_s)
+        self._patience.wait_for_all(self.mesh.device)
         return self._logits
 
     def padding(self, plan: StepPlan) -> Padding:
@@ -287,9 +284,18 @@ class Runner:
     def close(self) -> None:
         """Drop the graphs, take the binding off the model and give back the merge's and the sum's slabs, in this order.
 
+        After a `StepStuck` it does nothing: all of that would wait for the device. The process then has to end by
+        `os._exit`, the mesh left open.
+
+        Raises:
+            StepStuck: the device does not end what is queued: a rank was lost in the last step.
+
         Notes:
-            Collective, where there are slabs that peers write to: before the mesh is closed.
+            Collective, where there are slabs that peers write to: before the mesh is closed. Host sync: yes.
         """
+        if self._patience.stuck:
+            return
+        self._patience.wait_for_all(self.mesh.device)
         if self.graphs is not None:
             self.graphs.close()
         self.binding.close()
@@ -333,9 +339,9 @@ class _Inputs:
     slice that is still queued, since nobody reads a result of such a step.
     """
 
-    def __init__(self, device: torch.device, timeout_s: float = inf, capacity: int = 1024) -> None:
+    def __init__(self, device: torch.device, patience: Patience, capacity: int = 1024) -> None:
         self.device = device
-        self._timeout_s = timeout_s
+        self._patience = patience
         self._copied: torch.cuda.Event | None = None
         self._allocate(capacity)
 
@@ -362,7 +368,7 @@ class _Inputs:
         if total > self.capacity:
             self._allocate(1 << (total - 1).bit_length())
         if self._copied is not None:
-            wait_for(self._copied, self._timeout_s)
+            self._patience.wait(self._copied)
         self._array[:, :total] = 0
         ids, positions, needed = self._array
         wanted, first, at = [], 0, prefill

@@ -126,8 +126,8 @@ def warm_up(binding: EngineBinding, steps: SchedulerConfig, memory: Memory, capt
     """Run the largest step and return the bytes that it takes, and those to set aside for captured steps.
 
     The largest is `max_rows` decode rows, drafts included, beside `token_budget` tokens of prompts: what a padded step
-    may have, and a little more than an eager one. Layers are compiled on the way, for steps of few rows first, which the compiler then
-    tunes them for.
+    may have, and a little more than an eager one. Layers are compiled on the way, for steps of few rows first, which
+    the compiler then tunes them for.
 
     Args:
         binding: a model on the smallest cache.

@@ -43,6 +43,8 @@ T = TypeVar("T")
 
 CONF_DIR = Path(__file__).resolve().parent.parent / "conf"
 TEXT_KEYS = ("prompt", "prompt_file", "prompts", "output", "model.path")
+ONE_LINE = ("AssetError", "CacheFull", "StepStuck")
+"""Errors that say all there is to say, by name, as their modules may not have been imported."""
 QUIET_S = 4.0
 """How long a rank other than 0 keeps silent about its own failure: torchrun ends it sooner if rank 0 failed too."""
 INTERRUPT_S = 3.0
@@ -213,8 +215,11 @@ class Processes:
         if (kvp, tp) == here:
             yield self.world
             return
-        with Mesh.create(kvp, tp, device=device, timeout_s=config.parallel.timeout_s) as mesh:
-            yield mesh
+        mesh = Mesh.create(kvp, tp, device=device, timeout_s=config.parallel.timeout_s)
+        assert mesh is not None, "a mesh over the whole world leaves no rank out"
+        yield mesh
+        # not after a failure: closing a group waits for a device that may wait for a lost rank, for ever
+        mesh.close()
 
     def close(self) -> None:
         if self.world is not None:
@@ -338,7 +343,7 @@ def _report(error: BaseException) -> tuple[int, str]:
         cause = str(error.__cause__ or "").split("\n")[0]
         return 1, f"error: {lines}" + (f" {cause}" if cause and cause not in lines else "")
     # errors about what the user gave need no traceback; anything else is a fault of ours and does
-    if isinstance(error, (ValueError, OSError, LaunchError)) or type(error).__name__ in ("AssetError", "CacheFull"):
+    if isinstance(error, (ValueError, OSError, LaunchError)) or type(error).__name__ in ONE_LINE:
         return 1, f"error: {error}"
     return 1, "".join(traceback.format_exception(error)).rstrip()
 
@@ -347,7 +352,7 @@ def _leave(code: int, message: str, rank: int, scratch: Any) -> NoReturn:
     """Say `message`, clean up and end the process.
 
     A failed run ends without the interpreter's shutdown: the destructor of a process group whose peers are gone can
-    wait for them until the timeout.
+    wait for them until the timeout, and those of graphs and tensors for a device that is stuck.
     """
     if code == 130 and rank != 0:
         message = ""

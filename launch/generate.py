@@ -20,10 +20,9 @@ from typing import Any
 # torchrun starts this file by its path, which puts launch/ on the path instead of the checkout
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distdec.arrival import StepStuck
 from distdec.capacity import tokens_needed
 from distdec.config import Config
-from distdec.request import Request
+from distdec.request import FinishReason, Request
 from launch import boot, console
 
 
@@ -60,11 +59,15 @@ def run(config: Config, job: boot.Job) -> int:
     finally:
         if display is not None:
             display.close()
-        if engine.runner.graphs is not None and not isinstance(sys.exc_info()[1], StepStuck):
-            # also after a failure: a process group waits for graphs that use it
-            engine.runner.graphs.close()
     report(config, job, engine, completions, prompts)
+    # not after a failure: the device may be in a step that never ends, and the process ends without its help
     engine.close()
+    if prompts and all(done.finish_reason is FinishReason.NUMERICS for done in completions):
+        console.note(
+            "error: every request ended with reason numerics: the model's logits are NaN or infinite. Are the weights "
+            "whole? float16 overflows where model.dtype=bfloat16 and float32 do not"
+        )
+        return 1
     if prompts and config.parity:
         return check_parity(folder, engine, prompts, completions)
     return 0

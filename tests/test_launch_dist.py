@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -155,3 +156,87 @@ def test_ctrl_c_ends_all_ranks_and_keeps_what_is_finished(folder, tmp_path):
     for pid in ranks:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+STUCK = """
+import sys, time
+sys.path.insert(0, {root!r})
+from distdec.arrival import StepStuck
+from distdec.mesh import Mesh
+from launch import boot, generate
+
+def for_ever(*args):
+    time.sleep(600)
+
+class Graphs:
+    close = __del__ = for_ever
+
+class Engine:
+    def __init__(self):
+        self.runner = self
+        self.graphs = Graphs()
+    def generate(self, prompts, on_step):
+        if not prompts:
+            raise RuntimeError("connection closed by rank 0")
+        raise StepStuck("the device did not end a step")
+    close = for_ever
+
+generate.make_engine = lambda *args: Engine()
+generate._fitting = lambda config, engine, work: work.prompts
+Mesh.close = Mesh.__exit__ = for_ever
+boot.main(generate.run)
+"""
+
+
+@pytest.mark.dist
+def test_every_rank_ends_by_itself_when_its_device_is_stuck(folder, tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(STUCK.format(root=str(ROOT)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    # a layout of its own, whose groups are apart from the world's
+    options = [f"model.path={folder}", "prompt=a", "parallel.kvp=1", "parallel.tp=2", f"hydra.run.dir={tmp_path}/run"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), *options],
+            env={**where, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=150)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert "error: the device did not end a step" in said[0]
+    assert "Traceback" not in said[0]
+    assert "RuntimeError: connection closed by rank 0" in said[1]
+
+
+@pytest.mark.dist
+def test_a_run_without_a_number_ends_with_an_error(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from launch.assets import tiny_model_folder
+
+    folder = tiny_model_folder(tmp_path / "model")
+    [path] = folder.glob("*.safetensors")
+    weights = load_file(path)
+    weights["model.norm.weight"].fill_(float("nan"))
+    save_file(weights, path, {"format": "pt"})
+    done = run_alone(f"model.path={folder}", "prompt=a", f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == 1
+    assert "(numerics)" in done.stdout
+    assert done.stderr.count("error: every request ended with reason numerics: the model's logits are NaN") == 1
+
+
+def test_a_timeout_that_nothing_can_keep_is_one_line():
+    failed = run_alone("parallel.timeout_s=0.001", "prompt=a")
+    assert failed.returncode == 1
+    assert "error: parallel.timeout_s must be" in failed.stderr
+    assert failed.stderr.count("\n") == 1

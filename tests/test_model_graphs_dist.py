@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from distdec.arrival import StepStuck
 from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
 from distdec.engine import Engine
 from distdec.hf.sharding import rank_sum_of
@@ -222,3 +223,30 @@ def test_the_sum_is_checked_before_each_step_and_closed_after_the_graphs(ranks, 
         first, second, third, last = [i for i, what in enumerate(seen) if what == "check"]
         assert first == 0 and second == third - second == last - third
         assert seen[last + 1 :] == ["closed after the graphs"]
+
+
+def test_nothing_waits_for_a_device_that_was_given_up(folder, monkeypatch):
+    runner = Runner.load(folder, Mesh.single(), CONFIG)
+    waits = []
+    monkeypatch.setattr(runner._patience, "wait_for_all", waits.append)
+    closed = []
+    monkeypatch.setattr(runner.graphs, "close", lambda: closed.append("graphs"))
+    monkeypatch.setattr(runner.attention.merge, "close", lambda: closed.append("merge"), raising=False)
+    runner._patience.stuck = True
+    runner.close()
+    assert closed == waits == []
+    # one that still runs is waited for, within the timeout, before anything is closed
+    runner._patience.stuck = False
+    waiting = StepStuck("not in time")
+
+    def never(device):
+        raise waiting
+
+    monkeypatch.setattr(runner._patience, "wait_for_all", never)
+    with pytest.raises(StepStuck):
+        runner.close()
+    assert closed == []
+    monkeypatch.setattr(runner._patience, "wait_for_all", waits.append)
+    runner.close()
+    assert closed == ["graphs", "merge"]
+    assert waits == [torch.device("cpu")]

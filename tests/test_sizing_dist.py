@@ -117,6 +117,20 @@ def test_the_largest_step_the_captured_steps_and_the_cache_share_the_memory(fold
     engine.close()
 
 
+def test_drafts_are_part_of_the_largest_step(folder, monkeypatch):
+    device = Device(monkeypatch, 10 * MIB)
+    config = dataclasses.replace(CONFIG, scheduler=dataclasses.replace(CONFIG.scheduler, num_draft_tokens=3))
+    runner = load(folder, config, Mesh.single(), device)
+    # seven rows of four tokens beside 40
+    assert device.steps[:4] == [1, 2, 68, 68]
+    assert device.sampled[-1] == (7 * 4 + 4, True)
+    # four steps without drafts and four with; with prompts two and one, none being without decode rows
+    assert runner.room.graphs == 30_000 * (6 + 5)
+    Engine(runner, config.scheduler).generate([([3, 4] * length, GREEDY) for length in (5, 19, 1, 22, 9, 30, 30)])
+    assert max(device.steps) == 68
+    assert device.most <= 0.75 * 10 * MIB
+
+
 def test_a_cache_is_as_large_as_wanted_where_memory_allows(folder, monkeypatch):
     # each captured step takes far more than was set aside, and nobody needs the room
     device = Device(monkeypatch, 16 * MIB, [MIB])
