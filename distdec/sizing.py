@@ -8,6 +8,7 @@ one chunk a rank.
 from __future__ import annotations
 
 import gc
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from distdec.capacity import GIB
+from distdec.capacity import GIB, Room
 from distdec.config import Config, SchedulerConfig
 from distdec.hf.attention import EngineBinding
 from distdec.hf.support import Geometry
@@ -168,3 +169,22 @@ def _run(binding: EngineBinding, pad: Padding) -> Tensor:
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
         sample(logits, [SamplingRow(params, 0, 0, (0,))] * rows)
     return logits
+
+
+def describe_start(seconds: dict[str, float], room: Room, pool_bytes: int) -> str:
+    """Say how long the parts of a start took, and what became of the memory.
+
+    Example, of made up numbers: "start: load 3.2 s, warm-up 24.1 s (compiled 4, from the cache 0), capture 12.9 s; GiB a rank: free 124.3,
+    step 1.2, graphs 0.9, cache 64.0".
+    """
+    parts = {name: f"{name} {spent:.1f} s" for name, spent in seconds.items()}
+    # looked up rather than imported: the compiler takes a second, and a run without it has nothing to say
+    compiler = sys.modules.get("torch._dynamo.utils")
+    counts = compiler.counters["inductor"] if compiler is not None else {}
+    hits, misses = counts.get("fxgraph_cache_hit", 0), counts.get("fxgraph_cache_miss", 0)
+    if hits + misses:
+        # by the first step that is run, which is the warm-up's where there is one
+        parts["warm-up"] += f" (compiled {misses}, from the cache {hits})"
+    sizes = {"free": room.free, "step": room.step, "graphs": room.graphs, "cache": pool_bytes}
+    memory = ", ".join(f"{name} {size / GIB:.1f}" for name, size in sizes.items())
+    return f"start: {', '.join(parts.values())}; GiB a rank: {memory}"

@@ -288,8 +288,7 @@ def main(run: Callable[[Config, Job], int | None], *, uses_layout: bool = True) 
         sys.argv += [*silent_overrides(scratch.name)]
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the lifetime of the process)
         sys.stderr = io.StringIO()
-    # compiled layers are kept from run to run, where the caller has not chosen a place for them
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
+    keep_compiled()
     # Hydra then raises what is wrong with the options instead of printing it, rank by rank
     os.environ["HYDRA_FULL_ERROR"] = "1"
     code, message = 0, ""
@@ -303,6 +302,15 @@ def main(run: Callable[[Config, Job], int | None], *, uses_layout: bool = True) 
     except BaseException as error:
         code, message = _report(error)
     _leave(code, message, rank, scratch)
+
+
+def keep_compiled() -> None:
+    """Keep compiled layers and kernels from run to run, where the caller has not chosen a place for them.
+
+    Before torch is imported: it reads both places once.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_root() / "triton"))
 
 
 def quote_text(argument: str) -> str:

@@ -218,6 +218,8 @@ class Display:
 
 def report(config: Config, job: boot.Job, engine: Any, completions: list[Any], prompts: list[Any] | None) -> None:
     """Print how the run went, from every rank's own figures. Collective."""
+    from distdec.sizing import describe_start
+
     pool = engine.cache.pool
     slots = pool.k.shape[1]
     calls = engine.runner.attention.merge.calls
@@ -238,6 +240,7 @@ def report(config: Config, job: boot.Job, engine: Any, completions: list[Any], p
         f"{engine.cache.backend.name} kernels on {engine.mesh.device.type}"
     )
     console.print_table(title, header, table)
+    console.say(describe_start(engine.runner.start_s, engine.runner.room, pool.bytes))
     first = sorted(done.ttft_s for done in completions)
     later = sorted(done.tpot_s for done in completions if len(done.token_ids) > 1)
     tokens = sum(len(done.token_ids) for done in completions)

@@ -29,6 +29,7 @@ from distdec.engine import Engine
 from distdec.mesh import Mesh
 from distdec.request import Request
 from distdec.runner import Runner
+from distdec.sizing import describe_start
 
 
 class Load:
@@ -163,8 +164,13 @@ def make_engine(args: argparse.Namespace, name: str, mesh: Mesh, dtype: torch.dt
         ),
         backend=BackendConfig(name=args.backend, graphs=args.graphs),
     )
+    start = time.perf_counter()
     model = build(name, mesh, dtype, smoke=args.smoke)
-    return Engine(Runner.build(model, mesh, config, size), config.scheduler, eos_ids=())
+    loaded = time.perf_counter() - start
+    runner = Runner.build(model, mesh, config, size)
+    if mesh.is_leader:
+        print(describe_start({"load": loaded, **runner.start_s}, runner.room, runner.cache.pool.bytes), flush=True)
+    return Engine(runner, config.scheduler, eos_ids=())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from distdec.hf.sharding import rank_sum_of
 from distdec.mesh import Mesh
 from distdec.request import SamplingParams, StepPlan
 from distdec.runner import Runner
+from distdec.sizing import describe_start
 
 WARM_UP = 8
 """Steps of each measurement that do not count: clocks rise, and pages of the host's tables are touched."""
@@ -101,7 +102,10 @@ class Session:
     def runner(self) -> Runner:
         if self._runner is None:
             start = time.perf_counter()
-            self._runner = Runner.build(self.model, self.mesh, self.config, self.need.tokens)
+            model = self.model
+            loaded = time.perf_counter() - start
+            self._runner = Runner.build(model, self.mesh, self.config, self.need.tokens)
+            self._runner.start_s = {"load": loaded, **self._runner.start_s}
             # twice: what is compiled while launches are watched would stay slow
             self._request()
             self.kernels = kernel_names(self._request)
@@ -109,7 +113,10 @@ class Session:
                 for layer in pool:
                     layer.normal_()
             if self.mesh.is_leader:
-                print(f"model, cache of {self.need.tokens} tokens and captures: {time.perf_counter() - start:.1f} s")
+                pool = self._runner.cache.pool.bytes
+                told = describe_start(self._runner.start_s, self._runner.room, pool)
+                total = time.perf_counter() - start
+                print(f"model, cache of {self.need.tokens} tokens and captures: {total:.1f} s; {told}")
         return self._runner
 
     def _request(self) -> None:

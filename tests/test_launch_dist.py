@@ -240,3 +240,58 @@ def test_a_timeout_that_nothing_can_keep_is_one_line():
     assert failed.returncode == 1
     assert "error: parallel.timeout_s must be" in failed.stderr
     assert failed.stderr.count("\n") == 1
+
+
+COMPILED = """
+import json, sys
+sys.path.insert(0, {root!r})
+from launch import boot
+boot.keep_compiled()
+import torch
+from torch._dynamo.utils import counters
+from distdec.capacity import Room
+from distdec.hf import compiled
+from distdec.sizing import describe_start
+
+class Binding:
+    def attend(self, layer, query, key, value, call):
+        return query[0].transpose(0, 1).flatten(1)[None].clone()
+
+class Layer(torch.nn.Module):
+    # products alone, which need no C++ compiler
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.o_proj = (torch.nn.Linear(8, 8, bias=False) for _ in range(2))
+        self.attention = torch.nn.Module()
+    def forward(self, x):
+        q = self.q_proj(x).view(1, -1, 2, 4).transpose(1, 2)
+        return self.o_proj(compiled.attend(q, q, q, self.attention._distdec_handle, None, 8, 0, [1.0, 0.0]))
+
+layers, binding = [Layer(), Layer()], Binding()
+compiled.bind(binding, [layer.attention for layer in layers])
+compiled.compile_layers(layers)
+with torch.no_grad():
+    for tokens in (1, 2, 5):
+        for layer in layers:
+            layer(torch.ones(1, tokens, 8))
+print(describe_start({{"load": 1.5, "warm-up": 2.0}}, Room(2**31, 2**30, 2**29), 2**28))
+"""
+
+
+def test_a_second_start_finds_what_the_first_has_compiled(tmp_path):
+    script = tmp_path / "compiled.py"
+    script.write_text(COMPILED.format(root=str(ROOT)))
+    places = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    environment = {key: value for key, value in os.environ.items() if key not in places}
+    environment |= {"DISTDEC_CACHE": str(tmp_path / "kept"), "OMP_NUM_THREADS": "1"}
+    said = [
+        subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    memory = "; GiB a rank: free 2.0, step 1.0, graphs 0.5, cache 0.2\n"
+    # one program for a single token and one for any other number
+    assert said[0] == f"start: load 1.5 s, warm-up 2.0 s (compiled 2, from the cache 0){memory}"
+    assert said[1] == f"start: load 1.5 s, warm-up 2.0 s (compiled 0, from the cache 2){memory}"
+    assert any((tmp_path / "kept" / "inductor").iterdir())
