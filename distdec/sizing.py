@@ -174,8 +174,8 @@ def _run(binding: EngineBinding, pad: Padding) -> Tensor:
 def describe_start(seconds: dict[str, float], room: Room, pool_bytes: int) -> str:
     """Say how long the parts of a start took, and what became of the memory.
 
-    Example, of made up numbers: "start: load 3.2 s, warm-up 24.1 s (compiled 4, from the cache 0), capture 12.9 s; GiB a rank: free 124.3,
-    step 1.2, graphs 0.9, cache 64.0".
+    Example, of made up numbers: "start: load 3.2 s, warm-up 24.1 s (compiled 4, from the cache 0), capture 12.9 s; GiB
+    a rank: free 124.3, step 1.2, graphs 0.9, cache 64.0".
     """
     parts = {name: f"{name} {spent:.1f} s" for name, spent in seconds.items()}
     # looked up rather than imported: the compiler takes a second, and a run without it has nothing to say
