@@ -162,18 +162,19 @@ class Scheduler:
 
     def _rows(self, counts: list[tuple[RequestState, int]]) -> tuple[tuple[Row, ...], StepLoad]:
         """Return the rows of a step that fits, with drafts where there is room for them too, and what it holds."""
-        left = self.config.token_budget - (MIN_SLICE if any(s.num_outstanding > 1 for s, _ in counts) else 0)
-        drafts = self.drafter.draft([state for state in self.running.values() if state.num_outstanding == 1], left)
+        decode = [state for state, n in counts if n == 1 and state.num_outstanding == 1] if self.drafter.most else []
+        left = self.config.token_budget - (MIN_SLICE if len(decode) < len(counts) else 0)
+        drafts = self.drafter.draft(decode, left)
         if drafts:
             more = self._counts([len(guess) for guess in drafts.values()])
             if self.cache.can_extend([(s.request_id, n + len(drafts.get(s.request_id, ()))) for s, n in more]):
                 counts = sorted(more, key=lambda pair: (pair[0].num_outstanding > 1, pair[0].request_id in drafts))
             else:
                 drafts = {}
-        rows = []
-        for s, n in counts:
-            guess = drafts.get(s.request_id, ())
-            rows.append(Row(s.request_id, s.num_computed, s.next_ids(n) + guess, n == s.num_outstanding, len(guess)))
+        rows = [Row(s.request_id, s.num_computed, s.next_ids(n), n == s.num_outstanding) for s, n in counts]
+        for at, row in enumerate(rows if drafts else ()):
+            if guess := drafts.get(row.request_id):
+                rows[at] = row._replace(token_ids=row.token_ids + guess, num_drafts=len(guess))
         return tuple(rows), load_of(counts, max(map(len, drafts.values()), default=0))
 
     def _count(self, plan: StepPlan) -> None:
@@ -325,14 +326,13 @@ class Scheduler:
                 self.stats.accepted_tokens += sum(map(eq, token_ids[-num_drafts:], new))
             for count, token in enumerate(new, 1):
                 reason = None
-                stops = request_id in stopped and count == len(new)
                 if token is None:
                     reason = FinishReason.NUMERICS
                     self._tainted.add(request_id)
                 else:
                     state.output_ids.append(token)
-                    if token in self.eos_ids or stops or len(state.output_ids) >= state.max_new:
-                        reason = self._reason(state, token, stops)
+                    if token in self.eos_ids or request_id in stopped or len(state.output_ids) >= state.max_new:
+                        reason = self._reason(state, token, request_id in stopped and count == len(new))
                 events.append(TokenEvent(request_id, token, reason))
                 if reason is not None:
                     self.finish(request_id, reason)

@@ -181,6 +181,74 @@ def test_padding_follows_from_the_plan_alone(folder):
     assert off.padding(StepPlan(0, rows=(decode,) * 3)) == Padding()
 
 
+def test_steps_with_drafts_are_captured_beside_those_without(folder):
+    seen = []
+    scheduler = dataclasses.replace(CONFIG.scheduler, num_draft_tokens=3)
+    config = dataclasses.replace(CONFIG, scheduler=scheduler)
+    runner = Runner.load(folder, Mesh.single(), config, progress=lambda count, total: seen.append(total))
+    assert seen[0] == 6 + 4 + 1, "1, 2, 4 and 7 rows, and 7 with 40 tokens of prompts, once more"
+    decode, drafted, slice_ = Row(0, 5, (1,), True), Row(1, 5, (1, 2, 3), True, 2), Row(2, 0, (1, 2), True)
+    cases = {
+        (decode,) * 3: Padding(4),
+        (drafted,): Padding(1, q_len=4),
+        (decode, decode, drafted): Padding(4, q_len=4),
+        (decode, drafted, slice_): Padding(7, 4, 40, 4),
+        # a slice of one token stands behind the drafts, as any other
+        (decode, drafted, Row(2, 0, (1,), False)): Padding(7, 4, 40, 4),
+        (decode, slice_): Padding(7, 4, 40),
+        (Row(1, 5, (1, 2, 3, 4, 5), True, 4),): Padding(),
+    }
+    for rows, padding in cases.items():
+        assert runner.padding(StepPlan(0, rows=rows)) == padding, rows
+    runner.close()
+
+
+def test_logits_of_every_draft_come_out_in_the_order_of_the_rows(folder):
+    """A decode row, rows of two drafts and of one, a whole prompt; alone, padded, and token by token."""
+    scheduler = dataclasses.replace(CONFIG.scheduler, num_draft_tokens=3)
+    runner = Runner.load(folder, Mesh.single(), dataclasses.replace(CONFIG, scheduler=scheduler))
+    kv, graphs = runner.cache.kv, runner.graphs
+    texts = [prompts()[1][:length] for length in (6, 9, 11, 5)]
+    plan = StepPlan(
+        0,
+        rows=(
+            Row(0, 5, tuple(texts[0][5:]), True),
+            Row(1, 6, tuple(texts[1][6:]), True, 2),
+            Row(2, 9, tuple(texts[2][9:]), True, 1),
+            Row(3, 0, tuple(texts[3]), True),
+        ),
+    )
+    whole = []
+    for seq, text in enumerate(texts):
+        kv.adopt(seq)
+        for at in range(len(text)):
+            # one by one, so that each has its logits
+            one = StepPlan(0, rows=(Row(seq, at, (text[at],), True),))
+            batch = runner.cache.begin_step([(seq, 1)], q_len=1, pad=runner.padding(one), derive=False)
+            whole.append(runner.run(one, batch).clone())
+    wanted = [5, *range(6 + 6, 6 + 9), *range(15 + 9, 15 + 11), 26 + 4]
+    for padded in (False, True):
+        for row in plan.rows:
+            kv.truncate(row.request_id, row.start)
+        runner.graphs = graphs if padded else None
+        pad = runner.padding(plan)
+        assert pad == (Padding(7, 4, 40, 4) if padded else Padding())
+        batch = runner.cache.begin_step(
+            [(row.request_id, row.num_tokens) for row in plan.rows],
+            q_len=4 if padded else 3,
+            num_decode=3,
+            pad=pad,
+            derive=not padded,
+        )
+        assert batch.num_tokens == (7 * 4 + 40 if padded else 3 * 3 + 5)
+        got = runner.run(plan, batch)
+        torch.testing.assert_close(got, torch.cat([whole[i] for i in wanted]), rtol=1e-4, atol=1e-4)
+    runner.graphs = graphs
+    with pytest.raises(ValueError, match="the first 2 rows may have 2 tokens at most"):
+        runner.cache.begin_step([(0, 1), (1, 3)], q_len=2, num_decode=2)
+    runner.close()
+
+
 class WatchedSum:
     """Stands in for the one-kernel sum and notes what happens to it, and whether the graphs are still there then."""
 

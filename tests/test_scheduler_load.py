@@ -241,7 +241,7 @@ def storm(num_requests, seed, host_frames=0, drafts=0):
             machine.scheduler.finish(alive.pop(chance.randrange(len(alive))), FinishReason.CANCELLED)
         machine.step(lambda i: None if chance.random() < 0.002 else 20 + (i + (chance.random() < 0.2)) % 3)
         # not between the ranks' hearing of what is kept
-        if chance.random() < 0.01 and not machine.kept:
+        if chance.random() < 0.1 and not machine.kept:
             agree(machine)
     while machine.step().kind is not PlanKind.DONE:
         pass

@@ -183,6 +183,19 @@ def proposed_by(folder, config, requests, oracle):
     return run_all(folder, config, requests, propose=propose)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_penalty_counts_the_drafts_before_a_position(folder, temperature):
+    # strong enough that a token hardly comes twice, so that what was seen decides
+    params = SamplingParams(NEW, temperature=temperature, repetition_penalty=3.0, seed=3, ignore_eos=True)
+    base = Engine(Runner.load(folder, Mesh.single(), plain(CONFIG)), plain(CONFIG).scheduler)
+    [want] = base.generate([(prompts()[0], params)])
+    oracle = Oracle([prompts()[0] + list(want.token_ids) + [0] * DRAFTS], True)
+    engine = Engine(Runner.load(folder, Mesh.single(), CONFIG), CONFIG.scheduler, propose=oracle)
+    [got] = engine.generate([(prompts()[0], params)])
+    assert got.token_ids == want.token_ids
+    assert engine.scheduler.stats.acceptance_rate == 1.0
+
+
 def endings(folder, config, eos, stop, propose):
     """Run three requests that end early: by token, by text, and at a token that one of them ignores."""
     engine = Engine(
