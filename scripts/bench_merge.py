@@ -78,7 +78,7 @@ def our_variant(owned: Merges, splits: Splits, num_ranks: int, mode: str, transp
         fits = getattr(merge, "fits", None)
         if fits is not None and fits(splits.rows, splits.num_q_heads, splits.dim) and splits.out.is_cuda:
             sizes = (splits.rows, splits.num_kv_heads, 1, splits.group)
-            left = WorkspaceSplits(splits.out, splits.lse2, splits.cum_tiles, *sizes, splits.num_spans)
+            left = WorkspaceSplits(splits.out, splits.lse2, splits.ranges, *sizes, splits.num_spans)
             return merge.merge_splits(left)
         return merge(splits.combine())
 

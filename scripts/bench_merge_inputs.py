@@ -5,6 +5,7 @@ from torch import Tensor
 
 from distdec.ops.combine import combine
 from distdec.ops.partial import Partial
+from distdec.ops.splits import Splits as WorkspaceSplits
 
 
 class Splits:
@@ -18,7 +19,7 @@ class Splits:
 
     Shapes:
         out: [N, G, D] float32, lse2: [N, G] float32 base 2, N = units * (num_splits + 1)
-        cum_tiles: [B + 1] int32
+        ranges: [B * Hkv, 2] int32
     """
 
     def __init__(self, rows: int, num_q_heads: int, num_splits: int, rank: int, device: torch.device) -> None:
@@ -28,7 +29,6 @@ class Splits:
         units = rows * self.num_kv_heads
         self.num_spans = units * num_splits
         self.out, self.lse2 = self._make(rank, device)
-        self.cum_tiles = (torch.arange(rows + 1, device=device) * num_splits).to(torch.int32)
         begin = torch.arange(units, device=device) * (num_splits + 1)
         self.ranges = torch.stack([begin, begin + num_splits], 1).to(torch.int32)
 
@@ -54,10 +54,9 @@ class Splits:
         sizes = (self.num_kv_heads, 1, self.group)
         if self.out.device.type == "cpu":
             return combine(self.out, self.lse2, self.ranges, *sizes)
-        from distdec.ops.combine_triton import launch_combine
+        from distdec.ops.combine_triton import combine_splits
 
-        schedule = {"num_spans": self.num_spans, "split_tiles": 0}
-        return launch_combine(self.out, self.lse2, self.cum_tiles, self.rows, *sizes, **schedule)
+        return combine_splits(WorkspaceSplits(self.out, self.lse2, self.ranges, self.rows, *sizes, self.num_spans))
 
     def truth(self, num_ranks: int) -> tuple[Tensor, Tensor]:
         """Return out [B, Hq * D] and lse [B, Hq] over the splits of all ranks, in float64."""

@@ -44,7 +44,7 @@ def on(mesh, partial):
 
 def splits_on(mesh, splits):
     """Copy splits to this rank's device."""
-    moved = {name: getattr(splits, name).to(mesh.device) for name in ("out", "lse", "cum_tiles")}
+    moved = {name: getattr(splits, name).to(mesh.device) for name in ("out", "lse", "ranges")}
     return splits._replace(**moved)
 
 
@@ -197,10 +197,10 @@ def check_replays(mesh):
         static = Splits(
             torch.full((size, *ready[0].out.shape[1:]), math.nan, device=mesh.device),
             torch.full((size, ready[0].lse.shape[1]), math.nan, device=mesh.device),
-            ready[0].cum_tiles.clone(),
+            ready[0].ranges.clone(),
             *ready[0][3:],
         )
-        inputs = (static.out, static.lse, static.cum_tiles)
+        inputs = (static.out, static.lse, static.ranges)
         for tensor, new in zip(inputs, ready[0][:3], strict=True):
             tensor[: new.shape[0]] = new
         graphs = StepGraphs(mesh.device, barrier=mesh.barrier, checks=[merge.check], keep=[merge])
@@ -263,8 +263,9 @@ def uniform_splits(mesh, rows, q_heads, kv_heads, num_splits, dim=128):
     units, group = rows * kv_heads, q_heads // kv_heads
     out = torch.randn(units * (num_splits + 1), group, dim, device=mesh.device)
     lse = torch.randn(units * (num_splits + 1), group, device=mesh.device)
-    tiles = torch.arange(rows + 1, device=mesh.device) * 64
-    return Splits(out, lse, tiles.to(torch.int32), rows, kv_heads, 1, group, units * num_splits, 0)
+    begin = torch.arange(units, device=mesh.device) * (num_splits + 1)
+    ranges = torch.stack([begin, begin + num_splits], 1).to(torch.int32)
+    return Splits(out, lse, ranges, rows, kv_heads, 1, group, units * num_splits)
 
 
 def check_times(mesh):

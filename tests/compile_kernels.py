@@ -186,7 +186,7 @@ def small_launches():
     slots, heads = torch.zeros(4, dtype=torch.int64), torch.zeros(4, 8)
     views = torch.zeros(64, 4, dtype=torch.int32)
     out, lse2, ranges = torch.zeros(8, 4, 128), torch.zeros(8, 4), torch.zeros(16, 2, dtype=torch.int32)
-    q, splits = torch.zeros(4, 32, 128, dtype=torch.bfloat16), Splits(out, lse2, slots, 4, 8, 1, 4, 256, 0, ranges)
+    q, splits = torch.zeros(4, 32, 128, dtype=torch.bfloat16), Splits(out, lse2, ranges, 4, 8, 1, 4, 256)
     own = OwnTokens.of(q, k, k, slots, (k, k), 0.1, 30.0)
     return [
         *record(store_kv_triton, ["store_kv_kernel"], lambda: store_kv_triton.store_kv(k, k, slots, k, k)),

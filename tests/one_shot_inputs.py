@@ -5,7 +5,9 @@ import math
 import torch
 
 from distdec.ops.partial import Partial
+from distdec.ops.spans import derive_spans, empty_schedule
 from distdec.ops.splits import Splits
+from distdec.ops.tables import KVTables
 
 NEG_INF = -math.inf
 
@@ -14,33 +16,25 @@ class Workspace:
     """What a decode kernel leaves on one rank: partials of every unit, numbered as its schedule numbers them."""
 
     def __init__(self, tiles, num_spans, q_len, num_kv_heads, group, dim, generator, split_tiles=0):
-        rows = q_len * group
-        self.cum_tiles = torch.tensor([0, *tiles]).cumsum(0).to(torch.int32)
+        rows, ends = q_len * group, torch.tensor(tiles).cumsum(0)
+        begins = ends - torch.tensor(tiles)
+        cum = torch.cat([torch.zeros(1, dtype=torch.int64), ends])
+        tile_table = torch.zeros(max(1, sum(tiles)), 4)
+        tables = KVTables(*(x.to(torch.int32) for x in (tile_table, torch.stack([begins, ends], 1), cum)))
+        schedule = empty_schedule(len(tiles), num_kv_heads, num_spans, len(tile_table), "cpu", split_tiles)
+        derive_spans(tables, schedule)
+        self.ranges = schedule.ranges
         # leftovers of earlier calls, where nothing is written
         self.out = torch.full((sum(tiles) * num_kv_heads + num_spans + 64, rows, dim), math.nan)
         self.lse2 = torch.full(self.out.shape[:2], math.nan)
         shape = (len(tiles), num_kv_heads, q_len, group)
-        self.splits = Splits(self.out, self.lse2, self.cum_tiles, *shape, num_spans, split_tiles)
+        self.splits = Splits(self.out, self.lse2, self.ranges, *shape, num_spans, split_tiles)
         tokens, heads = self.splits.num_tokens, self.splits.num_q_heads
         self.partial = Partial(torch.zeros(tokens, heads, dim), torch.full((tokens, heads), NEG_INF))
-        for row, count in enumerate(tiles):
-            for head in range(num_kv_heads):
-                numbers = self._numbers(row, head, count, num_spans, num_kv_heads, split_tiles)
-                if numbers:
-                    self._fill(row, head, numbers, q_len, group, generator)
-
-    def _numbers(self, row, head, count, num_spans, num_kv_heads, split_tiles):
-        """Partials of a unit, counted from the definition: every tile of the line, and the span that owns it."""
-        before = int(self.cum_tiles[row])
-        if split_tiles:
-            pieces = -(-count // split_tiles)
-            first = (before // split_tiles + row) * num_kv_heads + head * pieces
-            return list(range(first, first + pieces))
-        line = int(self.cum_tiles[-1]) * num_kv_heads
-        spans = min(num_spans, line)
-        tiles = range(before * num_kv_heads + head * count, before * num_kv_heads + (head + 1) * count)
-        owners = {next(p for p in range(spans) if line * p // spans <= x < line * (p + 1) // spans) for x in tiles}
-        return [p + row * num_kv_heads + head for p in sorted(owners)]
+        for unit, (first, last) in enumerate(self.ranges.tolist()):
+            if first < last:
+                numbers = list(range(first, last))
+                self._fill(unit // num_kv_heads, unit % num_kv_heads, numbers, q_len, group, generator)
 
     def _fill(self, row, head, numbers, q_len, group, generator):
         lse2 = torch.randn(len(numbers), q_len * group, generator=generator) * 4

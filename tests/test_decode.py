@@ -100,6 +100,21 @@ def test_nan_in_one_row_stays_in_that_row(name):
     close_partial(type(got)(got.out[rest], got.lse[rest]), type(got)(clean.out[rest], clean.lse[rest]))
 
 
+def test_an_infinity_in_one_column_marks_the_lse_of_its_rows_and_of_no_other():
+    """Whoever joins a row's splits may look at some of its columns only, so the others have to know."""
+    case = DECODE_CASES[0]
+    inputs = build(case)
+    clean = run("triton", case, inputs)
+    slot = int(inputs.tables.tile_table[int(inputs.tables.tile_ranges[1, 0]), 0])
+    inputs.v_pool[slot, 0, 3] = math.inf
+    got = run("triton", case, inputs)
+    group = case.num_q_heads // case.num_kv_heads
+    failed = torch.zeros_like(got.lse, dtype=torch.bool)
+    failed[case.q_lens[0] : 2 * case.q_lens[0], :group] = True
+    assert torch.equal(got.lse.isnan(), failed) and torch.equal(got.out.isnan().all(-1), failed)
+    assert torch.equal(got.out[~failed], clean.out[~failed])
+
+
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("window", [0, 24])
 def test_tokens_that_only_fill_a_row_up_see_nothing(name, window):

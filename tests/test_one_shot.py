@@ -151,7 +151,7 @@ def test_a_number_that_is_not_finite_fails_its_row_on_every_rank_and_no_other(sc
 def test_a_split_that_is_not_finite_fails_its_row():
     g = torch.Generator().manual_seed(5)
     spaces = [Workspace([3, 2], 4, 1, 2, 2, 8, g) for _ in range(2)]
-    spaces[1].out[spaces[1]._numbers(1, 1, 2, 4, 2, 0)[0], 0, 3] = math.nan
+    spaces[1].out[spaces[1].ranges[3, 0], 0, 3] = math.nan
     out, lse = truth([s.partial for s in spaces])
     out[1, 2], lse[1, 2] = math.nan, math.nan
     check(Simulation(2).step(spaces), (out, lse))
@@ -297,7 +297,7 @@ def attend_between_processes(path, own_apart):
             inner = merge.merge_splits if name == "fused" else None
             if inner is not None:
                 merge.merge_splits = lambda splits, inner=inner, **how: (
-                    calls.append((splits.cum_tiles is not None, how.get("own") is not None)) or inner(splits, **how)
+                    calls.append((splits.ranges is not None, how.get("own") is not None)) or inner(splits, **how)
                 )
             g = torch.Generator().manual_seed(0)
             results[name] = []
@@ -413,17 +413,17 @@ from distdec.ops import one_shot_triton as module
 
 kernel, names = module.one_shot_kernel, module.one_shot_kernel.arg_names
 types = {name: "i32" for name in names} | {name: "*fp32" for name in names if name.startswith("p_")}
-types |= {"p_out": "*bf16", "p_cum": "*i32", "p_peers": "*i64", "p_state": "*i32", "p_slots": "*i64"}
+types |= {"p_out": "*bf16", "p_ranges": "*i32", "p_peers": "*i64", "p_state": "*i32", "p_slots": "*i64"}
 types |= {name: "*bf16" for name in ("p_q", "p_k", "p_v", "p_k_pool", "p_v_pool")}
 types |= {"score_scale": "fp32", "cap_log2": "fp32"}
-common = dict(CHANNELS=528, CAPACITY=15872, HKV=8, G=4, Q_LEN=1, D=128, BLOCK_D=128, BLOCK_C=32, SPLIT=0, COLUMNS=0)
+common = dict(CHANNELS=528, CAPACITY=15872, HKV=8, G=4, Q_LEN=1, D=128, BLOCK_D=128, BLOCK_C=32, COLUMNS=0)
 common |= dict(N=2, BLOCK_N=2, PAYLOAD=tl.float32, SCALED=False, SLOT=528, HAS_SINKS=False, PUSH=True, MERGE=True)
-common |= dict(FETCHERS=0, BULK=False, THREADS=128)
-common |= dict(OWN=False, SOFTCAP=False, DK=1, BLOCK_DK=1, K_STRIDE=0, V_STRIDE=0)
-own = dict(OWN=True, SOFTCAP=True, DK=128, BLOCK_DK=128, K_STRIDE=1024, V_STRIDE=1024)
-wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True, SPLIT=16)
-changes = [{}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, SPLIT=-2)]
-changes += [own, own | dict(COLUMNS=512, SPLIT=-1), own | dict(FETCHERS=132, BULK=int(sys.argv[1]) >= 90)]
+common |= dict(JOINED=False, FETCHERS=0, BULK=False, THREADS=128)
+common |= dict(OWN=False, SOFTCAP=False, DK=1, BLOCK_DK=1, BLOCK_V=1, K_STRIDE=0, V_STRIDE=0)
+own = dict(OWN=True, SOFTCAP=True, DK=128, BLOCK_DK=128, BLOCK_V=128, K_STRIDE=1024, V_STRIDE=1024)
+wide = dict(D=200, BLOCK_D=256, BLOCK_C=32, SLOT=416, PAYLOAD=tl.bfloat16, HAS_SINKS=True)
+changes = [{}, dict(N=8, BLOCK_N=8, COLUMNS=512, **wide), dict(N=3, BLOCK_N=4, JOINED=True)]
+changes += [own, own | dict(COLUMNS=512), own | dict(FETCHERS=132, BULK=int(sys.argv[1]) >= 90)]
 if int(sys.argv[1]) >= 89:
     changes.append(dict(PAYLOAD=tl.float8e4nv, SCALED=True, SLOT=144))
 for change in changes:

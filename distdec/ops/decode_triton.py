@@ -127,6 +127,8 @@ def decode_kernel(
                 b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP, True
             )
         b_out, b_lse2 = finish_softmax(b_max, b_total, b_acc)
+        # 0, or NaN where the row is not finite: whoever joins partials may look at some of its columns only
+        b_lse2 += tl.sum(b_out * 0.0, 1)
         o_row = partial.to(tl.int64) * ROWS + o_m
         tl.store(p_lse2 + o_row, b_lse2, mask=m_m)
         tl.store(p_out + o_row[:, None] * DV + o_dv[None, :], b_out, mask=m_m[:, None] & (o_dv < DV)[None, :])
@@ -326,7 +328,7 @@ def decode_splits(
     else:
         out, lse2 = workspace.take(*call.out_shape)
     call.launch(q, k_pool, v_pool, tile_table, schedule.entries, q_positions, out, lse2)
-    return Splits(out, lse2, tables.cum_tiles, *call.units, schedule.ranges)
+    return Splits(out, lse2, schedule.ranges, *call.units)
 
 
 class _Prepared(NamedTuple):

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from distdec.ops.combine_triton import (
-    FROM_TABLE,
     LN2,
     LOG2E,
     add_sink,
@@ -52,8 +51,6 @@ LSE_BYTES = 16
 MAX_BLOCK_ELEMENTS = 8192
 """Most floats of the tile [splits, Dv] that a program joins at once: 64 registers a thread, 118 in all."""
 PAYLOADS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv}
-JOINED = tl.constexpr(-2)
-"""`SPLIT` of the kernel for partials whose splits are joined already."""
 
 
 def slot_bytes(dim: int, element_bytes: int) -> int:
@@ -142,11 +139,11 @@ def merge_row(
 
 
 # rank and the counts are left unspecialised: every rank must run the very same instructions
-@triton.jit(do_not_specialize=["num_items", "num_rows", "num_spans", "rank", "out_stride", "spin_limit", "num_pieces"])
+@triton.jit(do_not_specialize=["num_items", "rank", "out_stride", "spin_limit", "num_pieces"])
 def one_shot_kernel(
     p_in,
     p_in_lse,
-    p_cum,
+    p_ranges,
     p_out,
     p_lse,
     p_sinks,
@@ -160,8 +157,6 @@ def one_shot_kernel(
     p_k_pool,
     p_v_pool,
     num_items,
-    num_rows,
-    num_spans,
     rank,
     out_stride,
     spin_limit,
@@ -187,7 +182,7 @@ def one_shot_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    SPLIT: tl.constexpr,
+    JOINED: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PUSH: tl.constexpr,
@@ -199,14 +194,14 @@ def one_shot_kernel(
     SOFTCAP: tl.constexpr,
     DK: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
 ):
     """Push, wait and merge; protocol in the module's docstring.
 
     Item i is row `i % R` of unit `i // R`, R = Q_LEN * G, unit = row * HKV + kv head, as `decode` leaves them in its
-    workspace; `p_cum`, SPLIT and `num_spans` are the schedule, as in `combine_kernel`. With SPLIT `JOINED` the input
-    is a `Partial` [T, Hq, D], LSE in natural log, with Q_LEN 1, HKV 1, G = Hq.
+    workspace. With JOINED the input is a `Partial` [T, Hq, D], LSE in natural log, with Q_LEN 1, HKV 1, G = Hq.
     COLUMNS: width of a rank's share of the Hq * D columns, 0 where every rank gets all.
     PUSH, MERGE: both in one launch; apart, in two launches, where all ranks are simulated one after the other.
     FETCHERS: programs, the last ones, that ask for `num_pieces` pieces at `p_next` instead.
@@ -240,7 +235,7 @@ def one_shot_kernel(
             unit = item // R
             r = item % R
             head = unit % HKV
-            if SPLIT == JOINED:
+            if JOINED:
                 lse2 = tl.load(p_in_lse + item) * LOG2E
                 b_out = tl.load(p_in + wide * item + o_d, mask=m_d, other=0.0).to(tl.float32)
                 b_out = tl.where(lse2 == float("-inf"), 0.0, b_out)
@@ -264,15 +259,16 @@ def one_shot_kernel(
                         k_stride_head,
                         v_stride_token,
                         v_stride_head,
+                        o_d,
                         G,
                         D,
-                        BLOCK_D,
                         DK,
                         BLOCK_DK,
+                        BLOCK_V,
                         SOFTCAP,
                     )
-                first, count = unit_range(p_cum, num_rows, num_spans, unit // HKV, head, HKV, SPLIT)
-                b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, D, BLOCK_D, BLOCK_C)
+                first, count = unit_range(p_ranges, unit)
+                b_out, lse2 = fold_partials(p_in, p_in_lse, first * R + r, R, count, o_d, D, BLOCK_C)
                 if OWN:
                     b_out, lse2 = add_own(b_out, lse2, score, b_v)
             lse2 = flag_failure(b_out, lse2)
@@ -302,9 +298,9 @@ def one_shot_kernel(
                     v_stride_head,
                     G,
                     D,
-                    BLOCK_D,
                     DK,
                     BLOCK_DK,
+                    BLOCK_V,
                     K_STRIDE,
                     V_STRIDE,
                 )
@@ -336,7 +332,7 @@ def splits_at_once(splits: Splits, block_d: int) -> int:
     most = max(1, MAX_BLOCK_ELEMENTS // block_d)
     if splits.split_tiles > 0:
         # fixed, so that the order of sums does not follow the batch
-        return min(combine_block(0, 0, splits.split_tiles), most)
+        return min(combine_block(splits), most)
     return min(triton.next_power_of_2(splits.num_spans // (splits.num_rows * splits.num_kv_heads) + 1), most)
 
 
@@ -379,16 +375,16 @@ def one_shot(
     Notes:
         In-place: writes out, lse, the slabs. Collective: the ranks of the slab. Graph-safe. Host sync: none.
     """
-    partial_out, partial_lse, cum_tiles, *units, ranges = splits
+    partial_out, partial_lse, ranges, *units = splits
     how = (payload, spin_limit, columns, push, merge, None if sinks is None else sinks.dtype)
-    key = (one_shot, slab[2:], *units, cum_tiles is None, ranges is None, partial_out.shape[-1], out.dtype, how)
+    key = (one_shot, slab[2:], *units, ranges is None, partial_out.shape[-1], out.dtype, how)
     key = key if own is None else (*key, own.key)
     key = key if following is None else (*key, following.shape, following.dtype)
     plans = Plans() if plans is None else plans
     launch = plans.get(key)
     if launch is None:
         launch = plans.keep(key, _prepare(slab, splits, own, following, out.stride(0), *how))
-    table = partial_lse if cum_tiles is None else cum_tiles if ranges is None else ranges
+    table = partial_lse if ranges is None else ranges
     tensors = (partial_out, partial_lse, table, out, lse, lse if sinks is None else sinks, slab.peers, slab.state)
     launch(*tensors, lse if following is None else following, *own_tensors(own, lse))
 
@@ -407,7 +403,7 @@ def _prepare(
     sinks_dtype: torch.dtype | None,
 ) -> Launch:
     """Check that the rows fit the slab and make the launch ready."""
-    assert own is None or (splits.cum_tiles is not None and splits.q_len == 1), "own tokens join splits of one token"
+    assert own is None or (splits.ranges is not None and splits.q_len == 1), "own tokens join splits of one token"
     dim, size = splits.head_dim, payload.itemsize
     num_items = splits.num_tokens * splits.num_q_heads
     if num_items > max_items(slab, dim, size):
@@ -415,11 +411,10 @@ def _prepare(
             f"{splits.num_tokens} tokens of {splits.num_q_heads} heads of {dim} do not fit the slab: "
             f"{num_items} rows, {max_items(slab, dim, size)} at most"
         )
-    kind = splits.split_tiles if splits.ranges is None else FROM_TABLE
     block_d = triton.next_power_of_2(dim)
     num_programs = min(num_items, slab.channels)
     fetch = fetch_of(following, slab, num_programs)
-    numbers = (num_items, splits.num_rows, splits.num_spans, slab.rank, out_stride, spin_limit, fetch.num_pieces)
+    numbers = (num_items, slab.rank, out_stride, spin_limit, fetch.num_pieces)
     return Launch(
         one_shot_kernel,
         (num_programs + fetch.num_programs if num_programs else 0,),
@@ -438,7 +433,7 @@ def _prepare(
             block_d,
             triton.next_power_of_2(slab.num_ranks),
             splits_at_once(splits, block_d) if num_items else 1,
-            JOINED.value if splits.cum_tiles is None else kind,
+            splits.ranges is None,
             columns,
             sinks_dtype is not None,
             push,

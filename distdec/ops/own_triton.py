@@ -1,7 +1,7 @@
 """The own token of a decode row in the kernels that join splits: one more term of its softmax, and the store.
 
 Device functions, no kernel: `combine_kernel` and `one_shot_kernel` call them. Contract in `own.py`. A kernel takes six
-tensors, eight numbers and six constants for them, which the functions below give, for a launch without own tokens too.
+tensors, eight numbers and seven constants for them, which the functions below give, without own tokens too.
 """
 
 from typing import Any
@@ -34,32 +34,38 @@ def load_own(
     k_stride_head,
     v_stride_token,
     v_stride_head,
+    o_dv,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     DK: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """Return the score of a token with its own key, in base 2, -inf where it is not here, and its value.
+    """Return the score of a token with its own key, in base 2, and the columns `o_dv` of its value.
 
-    Nothing here waits for the slot: a token that lies elsewhere is in these tensors all the same.
+    The score is -inf where the token is not here, and NaN where its value is not finite in any column. Nothing here
+    waits for the slot: a token that lies elsewhere is in these tensors all the same.
     """
     wide = token.to(tl.int64)
     head = q_head // GROUP
     o_dk = tl.arange(0, BLOCK_DK)
-    o_dv = tl.arange(0, BLOCK_DV)
+    o_v = tl.arange(0, BLOCK_V)
+    p_value = p_v + wide * v_stride_token + head * v_stride_head
     slot = tl.load(p_slots + wide)
     b_q = tl.load(p_q + wide * q_stride_token + q_head * q_stride_head + o_dk, mask=o_dk < DK, other=0.0)
     b_k = tl.load(p_k + wide * k_stride_token + head * k_stride_head + o_dk, mask=o_dk < DK, other=0.0)
-    b_v = tl.load(p_v + wide * v_stride_token + head * v_stride_head + o_dv, mask=o_dv < DV, other=0.0)
+    b_v = tl.load(p_value + o_dv, mask=o_dv < DV, other=0.0)
+    b_all = tl.load(p_value + o_v, mask=o_v < DV, other=0.0)
     # rounded as later steps will read them
     b_k = b_k.to(p_k_pool.dtype.element_ty).to(tl.float32)
     b_v = b_v.to(p_v_pool.dtype.element_ty).to(tl.float32)
+    b_all = b_all.to(p_v_pool.dtype.element_ty).to(tl.float32)
     score = tl.sum(b_q.to(tl.float32) * b_k, 0) * score_scale
     if SOFTCAP:
         score = tanh(score) * cap_log2
-    return tl.where(slot >= 0, score, float("-inf")), b_v
+    bad = tl.max((tl.abs(b_all) < float("inf")).to(tl.int32) ^ 1, 0)
+    return tl.where(slot >= 0, tl.where(bad != 0, float("nan"), score), float("-inf")), b_v
 
 
 @triton.jit
@@ -91,9 +97,9 @@ def store_own(
     v_stride_head,
     GROUP: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     DK: tl.constexpr,
     BLOCK_DK: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     K_STRIDE: tl.constexpr,
     V_STRIDE: tl.constexpr,
 ):
@@ -104,7 +110,7 @@ def store_own(
     if (slot >= 0) & (q_head % GROUP == 0):
         head = q_head // GROUP
         o_dk = tl.arange(0, BLOCK_DK)
-        o_dv = tl.arange(0, BLOCK_DV)
+        o_dv = tl.arange(0, BLOCK_V)
         b_k = tl.load(p_k + wide * k_stride_token + head * k_stride_head + o_dk, mask=o_dk < DK)
         b_v = tl.load(p_v + wide * v_stride_token + head * v_stride_head + o_dv, mask=o_dv < DV)
         tl.store(p_k_pool + slot * K_STRIDE + head * DK + o_dk, b_k.to(p_k_pool.dtype.element_ty), mask=o_dk < DK)
@@ -125,16 +131,15 @@ def own_numbers(own: OwnTokens | None) -> tuple[int | float, ...]:
 
 
 def own_constants(own: OwnTokens | None) -> tuple[Any, ...]:
-    """Return OWN, SOFTCAP, DK, BLOCK_DK, K_STRIDE and V_STRIDE of a launch.
+    """Return OWN, SOFTCAP, DK, BLOCK_DK, BLOCK_V, K_STRIDE and V_STRIDE of a launch.
 
     Raises:
         ValueError: pools whose heads do not lie densely.
     """
     if own is None:
-        return (False, False, 1, 1, 0, 0)
+        return (False, False, 1, 1, 1, 0, 0)
     for pool in (own.k_pool, own.v_pool):
         if pool.stride(2) != 1 or pool.stride(1) != pool.shape[2]:
             raise ValueError(f"a pool {list(pool.shape)} must have dense heads, got strides {pool.stride()}")
-    dim = own.k.shape[2]
-    strides = own.k_pool.stride(0), own.v_pool.stride(0)
-    return (True, own.softcap != 0.0, dim, triton.next_power_of_2(dim), *strides)
+    dim, blocks = own.k.shape[2], [triton.next_power_of_2(x.shape[2]) for x in (own.k, own.v)]
+    return (True, own.softcap != 0.0, dim, *blocks, own.k_pool.stride(0), own.v_pool.stride(0))

@@ -1,13 +1,15 @@
 """Deal a step's tiles to the decode programs: which stretch each one attends to, and which partials a unit gets.
 
-A unit is one row's queries on one KV head, `u = row * Hkv + kv_head`. The tiles of all units lie on one line of
-`W = cum_tiles[B] * Hkv` tiles, those of unit u from `cum_tiles[row] * Hkv + kv_head * n_row` on. With P spans in use,
-at most W so that none is empty, span p owns tiles `W * p // P` to `W * (p + 1) // P - 1`. The partial that span p
-leaves of unit u has number `p + u`: along the line p and u never fall and one of them always rises, so the numbers are
-unique, and within a unit they are contiguous.
+A unit is one row's queries on one KV head, `u = row * Hkv + kv_head`. The tiles of all units lie on one line of W
+places, those of a row's heads one after the other. A unit of fewer tiles than an average span,
+`cum_tiles[B] * Hkv / P`, has an empty place in front of them: a program that goes through many short units begins anew
+with each, which takes about as long as a tile. With P spans in use, at most W, span p owns places `W * p // P` to
+`W * (p + 1) // P - 1`. The partial that span p leaves of unit u has number `p + u`: along the line p and u never fall
+and one of them always rises, so the numbers are unique, and within a unit they are contiguous, since spans between its
+first and last tile hold nothing but its tiles.
 
-Example: rows of 3, 0 and 2 tiles, 1 KV head, P = 2: W = 5, span 0 owns tiles 0 and 1, span 1 tiles 2 to 4. Unit 0
-(tiles 0 to 2) has partials 0 + 0 and 1 + 0; unit 2 (tiles 3 and 4) has partial 1 + 2.
+Example: rows of 3, 0 and 2 tiles, 1 KV head, P = 2: no unit is short of 5 / 2 tiles but the last, so W = 6; span 0 owns
+unit 0 (tiles 0 to 2), span 1 the empty place and tiles 3 and 4. Unit 0 has partial 0 + 0, unit 2 partial 1 + 2.
 
 The deterministic schedule cuts every unit at multiples of `split_tiles` tiles instead. Row b's units have
 `ceil(n_b / split_tiles)` pieces each, numbered from `(cum_tiles[b] // split_tiles + b) * Hkv` on: that leaves room for
@@ -57,7 +59,9 @@ def derive_spans(tables: KVTables, schedule: Schedule) -> None:
     tiles, ranges, cum = tables.tile_table.tolist(), tables.tile_ranges.tolist(), tables.cum_tiles.tolist()
     heads, num_spans, split = schedule.num_kv_heads, schedule.num_spans, schedule.split_tiles
     segments = []  # (span, partial, unit, begin, end), in the order of the line
-    line = cum[-1] * heads
+    shortest = -(-cum[-1] * heads // num_spans)
+    extras = [int(0 < end - begin < shortest and not split) for begin, end in ranges]
+    line = (cum[-1] + sum(extras)) * heads
     spans = max(min(line, num_spans), 1)
     if split:
         line = (cum[-1] // split + len(ranges)) * heads
@@ -72,7 +76,8 @@ def derive_spans(tables: KVTables, schedule: Schedule) -> None:
                     segments.append((owner, number, unit, begin + lo, begin + min(lo + split, count)))
                     number += 1
             elif count:
-                start = cum[row] * heads + head * count
+                # of the unit's first tile, behind its empty place if it has one
+                start = (cum[row] + sum(extras[:row])) * heads + head * (count + extras[row]) + extras[row]
                 for span in range(((start + 1) * spans - 1) // line, ((start + count) * spans - 1) // line + 1):
                     lo = max(line * span // spans - start, 0)
                     hi = min(line * (span + 1) // spans - start, count)

@@ -1,7 +1,4 @@
-"""Deal a step's tiles to the decode programs on the device: one launch a step, for all layers. Contract in `spans.py`.
-
-The device function `unit_partials` is the one description, in closed form, of which partials belong to a unit.
-"""
+"""Deal a step's tiles to the decode programs on the device: one launch a step for all layers. Contract in `spans.py`."""
 
 import torch
 import triton
@@ -19,44 +16,6 @@ def used_spans(line, num_spans):
     return tl.maximum(tl.minimum(line, num_spans), 1)
 
 
-@triton.jit
-def unit_partials(p_cum, num_rows, num_spans, row, head, HKV: tl.constexpr, SPLIT: tl.constexpr):
-    """Return (first, count): the partials of units, see `spans.py`; `row` and `head` may be vectors.
-
-    Tile x of a line of W tiles belongs to span `((x + 1) * P - 1) // W`.
-    """
-    before = tl.load(p_cum + row).to(tl.int64)
-    tiles = tl.load(p_cum + row + 1) - before
-    if SPLIT > 0:
-        count = (tiles + SPLIT - 1) // SPLIT
-        first = (before // SPLIT + row) * HKV + head * count
-    else:
-        line = tl.load(p_cum + num_rows).to(tl.int64) * HKV
-        num_spans = used_spans(line, num_spans)
-        # without any tile the count is 0 below; 1 only keeps the division legal
-        line = tl.maximum(line, 1)
-        start = before * HKV + head * tiles
-        first_span = ((start + 1) * num_spans - 1) // line
-        last_span = ((start + tiles) * num_spans - 1) // line
-        count = tl.where(tiles > 0, last_span - first_span + 1, 0)
-        first = first_span + row * HKV + head
-    return first, count.to(tl.int32)
-
-
-@triton.jit
-def write_ranges(
-    p_cum, p_unit_ranges, num_rows, num_spans, block, HKV: tl.constexpr, SPLIT: tl.constexpr, BLOCK_U: tl.constexpr
-):
-    """Write the ranges of `BLOCK_U` units."""
-    o_u = block * BLOCK_U + tl.arange(0, BLOCK_U)
-    m_u = o_u < num_rows * HKV
-    o_row = tl.minimum(o_u // HKV, num_rows - 1)
-    b_first, b_count = unit_partials(p_cum, num_rows, num_spans, o_row, o_u % HKV, HKV, SPLIT)
-    b_first = tl.where(b_count > 0, b_first, 0).to(tl.int32)
-    tl.store(p_unit_ranges + o_u * 2, b_first, mask=m_u)
-    tl.store(p_unit_ranges + o_u * 2 + 1, b_first + b_count, mask=m_u)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_spans"])
 def derive_spans_kernel(
     p_tiles,
@@ -71,22 +30,39 @@ def derive_spans_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):
-    """Walk one span along the line and write its segments; the programs after the spans write the units' ranges."""
+    """Walk one span along the line and write its segments, and the range of every unit that begins or ends there.
+
+    The programs after the spans write the ranges of units without tiles.
+    """
     i_span = tl.program_id(0)
     if i_span >= num_spans:
-        write_ranges(p_cum, p_unit_ranges, num_rows, num_spans, i_span - num_spans, HKV, SPLIT, BLOCK_U)
+        o_u = (i_span - num_spans) * BLOCK_U + tl.arange(0, BLOCK_U)
+        m_u = o_u < num_rows * HKV
+        b_before = tl.load(p_cum + o_u // HKV, mask=m_u, other=0)
+        m_u &= tl.load(p_cum + o_u // HKV + 1, mask=m_u, other=1) == b_before
+        b_none = tl.zeros([BLOCK_U], tl.int32)
+        tl.store(p_unit_ranges + o_u * 2, b_none, mask=m_u)
+        tl.store(p_unit_ranges + o_u * 2 + 1, b_none, mask=m_u)
     else:
         o_b = tl.arange(0, BLOCK_B)
         b_base = tl.load(p_cum + o_b, mask=o_b < num_rows, other=2**30)
         line = tl.load(p_cum + num_rows)
+        # int64: tiles times spans passes 2**31 at some million tokens
+        spans = num_spans.to(tl.int64)
+        shortest = 0
         if SPLIT > 0:
             b_base = b_base // SPLIT + o_b
             line = line // SPLIT + num_rows
-        # int64: tiles times spans passes 2**31 at some million tokens
+        else:
+            # a unit of fewer tiles than this takes one place more, at its front
+            shortest = (line.to(tl.int64) * HKV + spans - 1) // spans
+            b_tiles = tl.load(p_cum + o_b + 1, mask=o_b < num_rows, other=0) - b_base
+            b_short = ((b_tiles > 0) & (b_tiles < shortest)).to(tl.int32)
+            b_base += tl.cumsum(b_short, 0) - b_short
+            line += tl.sum(b_short, 0)
         line = line.to(tl.int64) * HKV
-        spans = num_spans
         if SPLIT == 0:
-            spans = used_spans(line, spans).to(tl.int32)
+            spans = used_spans(line, spans)
         # spans past those in use begin and end at the line's end
         at = tl.minimum((line * i_span) // spans, line).to(tl.int32)
         stop = tl.minimum((line * (i_span + 1)) // spans, line).to(tl.int32)
@@ -97,11 +73,10 @@ def derive_spans_kernel(
         while at < stop:
             row = tl.sum((b_base <= at // HKV).to(tl.int32), 0) - 1
             begin = tl.load(p_ranges + 2 * row)
-            # not from the ranges: the walk ends whatever they hold, since a row that covers `at` has tiles here
-            before = tl.load(p_cum + row)
-            num_tiles = tl.load(p_cum + row + 1) - before
+            # not from the ranges: the walk ends whatever they hold, since a row that covers `at` has places here
+            num_tiles = tl.load(p_cum + row + 1) - tl.load(p_cum + row)
+            offset = at - tl.sum(tl.where(o_b == row, b_base, 0), 0) * HKV
             if SPLIT > 0:
-                offset = at - (before // SPLIT + row) * HKV
                 pieces = tl.maximum((num_tiles + SPLIT - 1) // SPLIT, 1)
                 head = offset // pieces
                 lo = (offset % pieces) * SPLIT
@@ -110,25 +85,33 @@ def derive_spans_kernel(
                 partial = at
                 at += 1
             else:
-                offset = at - before * HKV
-                head = offset // num_tiles
-                lo = offset - head * num_tiles
-                hi = tl.minimum(num_tiles, lo + stop - at)
+                extra = (num_tiles < shortest).to(tl.int32)
+                places = num_tiles + extra
+                head = offset // places
+                place = offset - head * places
+                end = tl.minimum(places, place + stop - at)
+                lo = tl.maximum(place - extra, 0)
+                hi = end - extra
                 partial = i_span + row * HKV + head
-                at += hi - lo
+                at += end - place
             if lo < hi:
+                unit = row * HKV + head
                 p_entry = tl.where(found == 0, p_first, p_entries + (num_spans + partial).to(tl.int64) * 8)
                 p_tile = p_tiles + (begin + lo).to(tl.int64) * 4
                 # the segment before this one, if any, now learns who follows it; the first is overwritten below
                 tl.store(p_last + 1, partial)
                 tl.store(p_entry, partial)
                 tl.store(p_entry + 1, -1)
-                tl.store(p_entry + 2, row * HKV + head)
+                tl.store(p_entry + 2, unit)
                 tl.store(p_entry + 3, begin + lo)
                 tl.store(p_entry + 4, begin + hi)
                 tl.store(p_entry + 5, tl.load(p_tile))
                 tl.store(p_entry + 6, tl.load(p_tile + 1))
                 tl.store(p_entry + 7, tl.load(p_tile + 2))
+                if lo == 0:
+                    tl.store(p_unit_ranges + 2 * unit, partial)
+                if hi == num_tiles:
+                    tl.store(p_unit_ranges + 2 * unit + 1, partial + 1)
                 p_last = p_entry
                 found = 1
 

@@ -10,7 +10,7 @@ from distdec.ops.partial import Partial
 
 
 class Splits(NamedTuple):
-    """Unmerged partials of one rank's decode rows. Which of them belong to a unit: `spans.py`.
+    """Unmerged partials of one rank's decode rows, or joined ones.
 
     Attributes:
         num_rows, num_kv_heads, q_len, group_size: of the decode call; B * q_len tokens, Hq = num_kv_heads * group_size.
@@ -18,21 +18,21 @@ class Splits(NamedTuple):
 
     Shapes:
         out: [N, q_len * G, Dv] float32, normalised
-        lse: [N, q_len * G] float32, in BASE 2, which never leaves a workspace
-        cum_tiles: [B + 1] int32; None where there is one partial a token and head, a `Partial`, its lse natural
-        ranges: [B * Hkv, 2] int32, first partial of each unit and the one past its last; None: work it out
+        lse: [N, q_len * G] float32, in BASE 2, which never leaves a workspace; NaN where out holds a number that is
+            not finite
+        ranges: [B * Hkv, 2] int32, first partial of each unit and the one past its last; None where there is one
+            partial a token and head, a `Partial`, its lse natural
     """
 
     out: Tensor
     lse: Tensor
-    cum_tiles: Tensor | None
+    ranges: Tensor | None
     num_rows: int
     num_kv_heads: int
     q_len: int
     group_size: int
     num_spans: int = 0
     split_tiles: int = 0
-    ranges: Tensor | None = None
 
     @classmethod
     def of(cls, partial: Partial) -> Splits:
