@@ -1,4 +1,4 @@
-"""Deal a step's tiles to the decode programs on the device: one launch a step for all layers. Contract in `spans.py`."""
+"""Deal a step's tiles to the decode programs on the device: one launch for all layers. Contract in `spans.py`."""
 
 import torch
 import triton
