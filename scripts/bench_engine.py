@@ -8,7 +8,8 @@ Sections: tpot (`--rows` decode rows at each context: time per output token over
 ceiling of this run), host (what the host does in a step), prefill (one long prompt), prefix (a prompt that shares most
 of an earlier one), itl (decode rows while a long prompt is prefilled), generate (transformers' own generate, same
 weights; bench_generate.py), batch64 (throughput, with split-KV and without); not by default: sweep (slice and prompts
-under way, against TTFT and ITL).
+under way, against TTFT and ITL), drafts (with --option scheduler.num_draft_tokens=K: steps of K wrong drafts a row over
+steps without, at each context).
 
 Weights are random. Where a record's `fill` is random, decode rows start on random keys and values instead of a prefill.
 All sections of a layout share one model, one cache and its captured steps. Times are the host's, from the end of a step
@@ -42,7 +43,7 @@ from bench_session import (
     whole_chunks,
 )
 
-from distdec.engine import StepResult
+from distdec.engine import Engine, StepResult
 
 
 def tpot(session: Session) -> None:
@@ -63,13 +64,45 @@ def tpot(session: Session) -> None:
                 session.record("tpot", "decode step", config, **fields, baseline="roofline", time_over_baseline=ratio)
 
 
-def decode_rows(session: Session, contexts: list[int], steps: int) -> tuple[list[float], int]:
+def drafts(session: Session) -> None:
+    """What drafts cost where none is right: a step of them over one without, which may be launched ahead."""
+    args, most = session.args, session.config.scheduler.num_draft_tokens
+    if not most:
+        reason = "no drafts are captured: give --option scheduler.num_draft_tokens=K"
+        session.bench.recorder.write("drafts", "drafts", session.describe(), "unavailable", reason=reason)
+        return
+    for context in args.contexts:
+        base: float | None = None
+        for count in (0, most):
+            config = session.describe(context=context, batch=args.rows, fill="random", drafts=count)
+            with session.bench.point("drafts", config, f"{count} drafts") as go:
+                if not go:
+                    continue
+                engine = session.engine(num_draft_tokens=count)
+                engine.scheduler.drafter.propose = wrong_drafts
+                fields = timing_fields(decode_rows(session, [context] * args.rows, args.steps, engine)[0])
+                if base is not None:
+                    fields |= {"baseline": "0 drafts", "time_over_baseline": round(fields["median_us"] / base, 4)}
+                base = fields["median_us"]
+                counts = engine.scheduler.stats
+                value = {"drafted_tokens": counts.drafted_tokens, "accepted_tokens": counts.accepted_tokens}
+                session.record("drafts", f"{count} drafts", config, **fields, value=value)
+
+
+def wrong_drafts(tokens: np.ndarray, most: int) -> tuple[int, ...]:
+    """Propose the first tokens of the vocabulary, which a random model takes once in a vocabulary."""
+    return tuple(range(most))
+
+
+def decode_rows(
+    session: Session, contexts: list[int], steps: int, engine: Engine | None = None
+) -> tuple[list[float], int]:
     """Decode rows that end at `contexts`; returns each step's ms and this rank's KV bytes of a step, warm-up left out.
 
     A row of context 8192 and 64 steps that count behind 8 that warm up starts at 8120.
     """
     new = WARM_UP + steps + 1
-    engine = session.engine()
+    engine = engine or session.engine()
     ids = session.start_rows(engine, [max(1, context - new + 1) for context in contexts], new)
     held: list[int] = []
 
@@ -145,6 +178,7 @@ def needs(section: str, args: argparse.Namespace, layout: Layout) -> Need:
         "prefill": Need(1, cache(1, args.prompt_len), budget),
         "prefix": Need(1, cache(2, args.prefix_len), budget),
         "itl": Need(args.itl_rows + 1, beside_rows + cache(1, args.prompt_len), budget + args.itl_rows),
+        "drafts": Need(args.rows, cache(args.rows, max(args.contexts)), max(64, 16 * args.rows)),
         "generate": Need(1, cache(1, args.generate_len + args.steps + 8), budget),
         "batch64": Need(args.batch, cache(args.batch, args.batch_context), args.batch),
         "sweep": Need(
@@ -164,6 +198,7 @@ SECTIONS: dict[str, Callable[[Session], None]] = {
     "generate": generate,
     "batch64": batch64,
     "sweep": sweep,
+    "drafts": drafts,
 }
 
 SMOKE = {

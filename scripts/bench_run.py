@@ -226,7 +226,7 @@ def parse(
     """Read the arguments that all scripts share, and those that `more` add."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSONL file to append to; without it results are only printed")
-    usual = ",".join(name for name in sections if not name.startswith("sweep"))
+    usual = ",".join(name for name in sections if not name.startswith(("sweep", "drafts")))
     parser.add_argument("--sections", default=usual, help=f"of {','.join(sections)}")
     parser.add_argument("--seconds", type=float, default=400.0, help="time budget; what is left is recorded as skipped")
     parser.add_argument("--rounds", type=int, default=15, help="samples per variant")

@@ -185,7 +185,7 @@ class Session:
         The next step may have been launched already: its tokens are left out, by this rank's share of all tokens.
         """
         pool, kv = self.runner.cache.pool, self.runner.cache.kv
-        seen = sum(row.start + row.num_tokens for row in plan.rows)
+        seen = sum(row.start + row.num_tokens - row.num_drafts for row in plan.rows)
         held = sum(kv.length(row.request_id) for row in plan.rows)
         return self.runner.cache.local_tokens() * seen // held * (pool.bytes // pool.k.shape[1])
 
@@ -258,8 +258,9 @@ def drive(engine: Engine, on_step: Callable[[int, StepResult], None] = lambda co
     while True:
         result = engine.step()
         rows = result.plan.rows
-        decode = sum(row.num_tokens == 1 for row in rows)
-        steps.append(Step(time.perf_counter(), decode, sum(row.num_tokens for row in rows) - decode))
+        counts = [row.num_tokens - row.num_drafts for row in rows]
+        decode = counts.count(1)
+        steps.append(Step(time.perf_counter(), decode, sum(counts) - decode))
         on_step(len(steps), result)
         if result.done:
             assert not engine.cache.kv.sequences(), "a sequence outlived its engine"

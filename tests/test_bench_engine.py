@@ -41,6 +41,26 @@ def named(records, section, name):
     return record
 
 
+def test_steps_of_wrong_drafts_are_set_against_steps_without(tmp_path):
+    out = tmp_path / "records.jsonl"
+    arguments = ["--out", str(out), "--sections", "drafts", "--graphs", "on"]
+    assert run_on_rank(arguments) == 0
+    assert {record["status"] for record in read(out)} == {"unavailable"}
+    out.unlink()
+    assert run_on_rank([*arguments, "--option", "scheduler.num_draft_tokens=3"]) == 0
+    records = read(out)
+    assert [(r["name"], r["config"]["context"]) for r in records] == [
+        (f"{count} drafts", context) for context in (40, 90) for count in (0, 3)
+    ]
+    for plain, drafted in (records[:2], records[2:]):
+        assert plain["iterations"] == drafted["iterations"] == 4
+        assert drafted["time_over_baseline"] == pytest.approx(drafted["median_us"] / plain["median_us"], rel=0.01)
+        assert plain["value"] == {"drafted_tokens": 0, "accepted_tokens": 0}
+        # each of the steps, but where the end is nearer than three tokens
+        assert 3 * 4 < drafted["value"]["drafted_tokens"] <= 3 * (8 + 4 + 1)
+        assert drafted["value"]["accepted_tokens"] == 0
+
+
 def test_every_section_runs_on_one_rank(tmp_path):
     out = tmp_path / "records.jsonl"
     sections = "tpot,host,prefill,prefix,itl,generate,sweep,batch64"
