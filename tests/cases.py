@@ -70,6 +70,8 @@ DECODE_CASES = [
     uniform("group of seven", (20, 45), 1, num_q_heads=14, num_kv_heads=2),
     uniform("group of seventeen", (20, 45), 1, num_q_heads=17, num_kv_heads=1),
     uniform("group of seventy-one", (33, 18), 2, num_q_heads=71, num_kv_heads=1),
+    uniform("group of seventy-one, one row", (150,), 1, num_q_heads=71, num_kv_heads=1),
+    uniform("eight tokens of sixteen heads", (90, 41), 8, num_q_heads=32),
     uniform("head size eighty", (33, 18), 1, head_dim=80),
     uniform("value size unlike key size", (33, 18), 2, head_dim=24, v_head_dim=40),
     uniform("window inside a tile", (70, 41, 5), 1, window=5),
@@ -92,6 +94,11 @@ GPU_DECODE_CASES = [
     uniform("gpu gemma-like", (3000, 70), 1, num_q_heads=16, num_kv_heads=8, head_dim=256, softcap=50.0, **REAL),
     uniform("gpu window", (9000, 70), 2, num_q_heads=9, num_kv_heads=3, head_dim=64, window=1000, **REAL),
     uniform("gpu multi-query", (3000, 70), 1, num_q_heads=71, num_kv_heads=1, head_dim=64, **REAL),
+    uniform("gpu one row of 71 heads", (9000,), 1, num_q_heads=71, num_kv_heads=1, head_dim=128, **REAL),
+    uniform("gpu 71 heads, uneven", (9000, 70), 1, num_q_heads=71, num_kv_heads=1, head_dim=128, local=0.3, **REAL),
+    uniform(
+        "gpu eight tokens of 16 heads", (3000, 700), 8, num_q_heads=32, num_kv_heads=2, head_dim=128, window=900, **REAL
+    ),
     uniform("gpu head size 192", (3000, 70), 1, num_q_heads=8, num_kv_heads=8, head_dim=192, v_head_dim=128, **REAL),
 ]
 

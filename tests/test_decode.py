@@ -1,18 +1,21 @@
 """Decode against fp64 attention over the whole sequence."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import DECODE_CASES, GPU_DECODE_CASES, Case, Inputs, build, case_id, shrink, truth, uniform
 from compare import as_good_as_eager, close_partial, nan_filled_empty
 
+from distdec.ops import decode_triton
 from distdec.ops.backends import get_backend
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.decode import decode
-from distdec.ops.decode_triton import TILE_TOKENS, DeviceLimits, check_pools, decode_launch_plan
+from distdec.ops.decode_triton import TILE_TOKENS, DecodePlan, DeviceLimits, check_pools, decode_launch_plan
 from distdec.ops.spans_triton import with_schedule
 from distdec.ops.tables import KVTables
+from distdec.ops.whole_tiles_triton import describe_pools
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -47,6 +50,75 @@ def test_decode_equals_attention_over_the_local_keys(name, case):
 def test_decode_in_half_precision_is_as_good_as_eager(name, case):
     inputs = build(case, torch.float16)
     as_good_as_eager(run(name, case, inputs), truth(inputs), truth(inputs, torch.float16))
+
+
+# what the copy engine may load: a head size that is a power of two
+WHOLE_CASES = [case for case in DECODE_CASES if case.head_dim == 16]
+
+
+@pytest.mark.parametrize("case", WHOLE_CASES, ids=case_id)
+def test_whole_tiles_without_masks_give_the_same_result(case):
+    case = replace(case, tile_tokens=32)
+    inputs = build(case)
+    plan = DecodePlan(3, 16 if case.num_q_heads < 32 else 128, 16, 8, 3, True)
+    close_partial(run("triton", case, inputs, plan=plan), truth(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    "case",
+    [
+        uniform("one row", (300,), 1, num_q_heads=71, num_kv_heads=1, max_view=300),
+        uniform("two rows", (180, 97), 1, num_q_heads=142, num_kv_heads=2, max_view=64),
+        uniform("five tokens", (180, 97), 5, num_q_heads=16, num_kv_heads=1, max_view=64),
+        uniform("eight tokens", (180, 97), 8, num_q_heads=32, num_kv_heads=2, max_view=64, window=70),
+        uniform("softcap", (180, 97), 1, num_q_heads=71, num_kv_heads=1, max_view=64, softcap=3.0),
+    ],
+    ids=case_id,
+)
+def test_wide_groups_read_whole_tiles_alone_by_descriptors(case, dtype, monkeypatch):
+    """Views end in the middle of rows, and slots past them hold NaN: one of them read by the copy engine spoils all."""
+    inputs, described = build(case, dtype), []
+    monkeypatch.setattr(decode_triton, "describe_pools", lambda *a: described.append(a[2]) or describe_pools(*a))
+    got = run("triton", case, inputs)
+    assert described == ([case.tile_tokens] if dtype == torch.float16 else [])
+    if dtype == torch.float16:
+        as_good_as_eager(got, truth(inputs), truth(inputs, dtype))
+    else:
+        close_partial(got, truth(inputs))
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0])
+def test_scales_that_turn_or_level_the_scores_of_a_wide_group(scale):
+    case = uniform("two rows", (180, 97), 1, num_q_heads=71, num_kv_heads=1, max_view=64)
+    inputs = build(case)
+    inputs.options["scale"] = scale
+    plan = DecodePlan(3, 128, 16, 8, 3, True)
+    close_partial(run("triton", case, inputs, plan=plan), truth(inputs))
+
+
+def test_a_pool_that_starts_off_the_copy_engines_grid_is_read_without_it():
+    case = uniform("two rows", (180, 97), 1, num_q_heads=71, num_kv_heads=1, max_view=64)
+    inputs = build(case, torch.float16)
+    want = run("triton", case, inputs)
+    k, v = (torch.cat([pool.new_zeros(1), pool.flatten()])[1:].view_as(pool) for pool in (inputs.k_pool, inputs.v_pool))
+    assert k.data_ptr() % 16 == v.data_ptr() % 16 == 2
+    got = run("triton", case, inputs._replace(k_pool=k, v_pool=v))
+    as_good_as_eager(got, truth(inputs), truth(inputs, torch.float16))
+    assert (got.out - want.out).abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("window", [0, 24])
+def test_padding_in_rows_of_a_wide_group_sees_nothing(window):
+    case = uniform("short", (83, 41, 90), 4, num_q_heads=20, num_kv_heads=1, max_view=64, window=window)
+    inputs = build(case)
+    unused = torch.tensor([1, 2, 3, 7])
+    inputs.q_positions[unused] = -1
+    inputs.q[unused] = math.nan
+    got = run("triton", case, inputs, plan=DecodePlan(3, 128, 16, 8, 3, True))
+    assert (got.lse[unused] == -math.inf).all()
+    assert (got.out[unused] == 0.0).all()
+    close_partial(got, truth(inputs))
 
 
 def test_reference_decode_takes_bfloat16():
@@ -266,9 +338,10 @@ def test_the_fitted_launches_are_those_that_were_measured_best():
     def plan(rows, packed=4, q_len=1):
         return decode_launch_plan(rows, 8, packed, 128, 2, 10**6, HOPPER, q_len=q_len)
 
-    assert plan(1) == (256, 16, 64, 4, 3)
-    assert plan(8) == plan(16) == plan(32) == (256, 16, 64, 8, 3)
-    assert plan(1, 64, 8) == (256, 64, 64, 4, 3)
+    assert plan(1) == (256, 16, 64, 4, 3, False)
+    assert plan(8) == plan(16) == plan(32) == (256, 16, 64, 8, 3, False)
+    assert plan(1, 64, 8) == (256, 64, 64, 4, 3, False)
+    assert plan(1, 71) == plan(1, 128, 8) == (256, 128, 128, 8, 3, True)
     # 3 rows: no power of two fills the device; 64 rows: spans cross units
     assert plan(3).num_spans == 264
     assert plan(64).num_spans == 264

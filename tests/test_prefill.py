@@ -13,7 +13,8 @@ from distdec.ops.backends import get_backend
 from distdec.ops.combine import DecodeWorkspace
 from distdec.ops.decode_triton import TILE_TOKENS, DeviceLimits
 from distdec.ops.prefill import prefill
-from distdec.ops.prefill_triton import PrefillPlan, describable, prefill_launch_plan, stretch_end
+from distdec.ops.prefill_triton import PrefillPlan, prefill_launch_plan
+from distdec.ops.whole_tiles_triton import describable, stretch_end
 
 IMPLEMENTATIONS = ["reference", "triton"]
 
@@ -157,6 +158,7 @@ def test_the_copy_engine_is_left_out_where_it_cannot_read():
     assert not describable(odd)
     shifted = torch.zeros(6 * 32 + 1, dtype=torch.float16)[1:].view(6, 2, 16)
     assert not describable(shifted)
+    assert not describable(pool[:0])
 
 
 @triton.jit

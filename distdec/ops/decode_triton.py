@@ -5,6 +5,9 @@ tiles of all units lie on one line that is cut into `num_spans` spans of equal l
 the schedule is derived once a step). With `num_spans = units * S` and equal rows this is a uniform split; with a
 multiple of the multiprocessors it is stream-K, where ragged rows cost nothing. Every program leaves one partial per
 unit that it touches; `combine_kernel` joins them.
+
+More than 64 packed rows, 71 query heads on one KV head or 8 tokens of 16 heads, keep the matrix unit as busy as memory.
+On Hopper they run in the loops of prefill, see `whole_tiles_triton.py`.
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +27,7 @@ from distdec.ops.spans import max_partials
 from distdec.ops.spans_triton import with_schedule
 from distdec.ops.splits import Splits
 from distdec.ops.tables import KVTables, Schedule
+from distdec.ops.whole_tiles_triton import attend_tiles, describe_pools
 
 TILE_TOKENS = 128
 """Tokens of a full tile. 128 keys and values of 128 bf16 numbers are 64 KiB, a block that keeps HBM busy from one
@@ -33,7 +37,23 @@ LOG2_E = 1.4426950408889634
 
 
 @triton.jit
+def load_entry(p_entries, partial):
+    """Return (address, partial, after, unit, begin, end, slot, length, token) of a segment; partial -1 means none."""
+    p_entry = p_entries + (tl.num_programs(0) + tl.maximum(partial, 0)).to(tl.int64) * 8
+    after = tl.load(p_entry + 1, mask=partial >= 0, other=-1)
+    unit = tl.load(p_entry + 2, mask=partial >= 0, other=0)
+    begin = tl.load(p_entry + 3, mask=partial >= 0, other=0)
+    end = tl.load(p_entry + 4, mask=partial >= 0, other=0)
+    slot = tl.load(p_entry + 5, mask=partial >= 0, other=0)
+    length = tl.load(p_entry + 6, mask=partial >= 0, other=0)
+    token = tl.load(p_entry + 7, mask=partial >= 0, other=0)
+    return p_entry, partial, after, unit, begin, end, slot, length, token
+
+
+@triton.jit
 def decode_kernel(
+    d_k,
+    d_v,
     p_q,
     p_k,
     p_v,
@@ -65,14 +85,11 @@ def decode_kernel(
     """Attend along one span of the line of tiles, for `BLOCK_M` packed query rows, and leave a partial per unit."""
     ROWS: tl.constexpr = Q_LEN * GROUP
     SUB: tl.constexpr = TILE // BLOCK_N
-    i_span = tl.program_id(0)
-    o_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_d = tl.arange(0, BLOCK_D)
     o_dv = tl.arange(0, BLOCK_DV)
-    m_m = o_m < ROWS
     # one trip to memory and the address of the first keys is known
-    p_entry = p_entries + i_span * 8
+    p_entry = p_entries + tl.program_id(0) * 8
     partial = tl.load(p_entry)
     after = tl.load(p_entry + 1)
     unit = tl.load(p_entry + 2)
@@ -84,62 +101,89 @@ def decode_kernel(
     while partial >= 0:
         row = unit // HKV
         head = unit % HKV
+        first_row = tl.program_id(1) * BLOCK_M
+        if d_k is not None:
+            # a zero that the compiler cannot see through: row numbers held across the loops over keys would spill
+            first_row += tl.minimum(begin, 0)
+        o_m = first_row + tl.arange(0, BLOCK_M)
+        m_m = o_m < ROWS
         o_token = row * Q_LEN + o_m // GROUP
         o_head = head * GROUP + o_m % GROUP
         b_limit = tl.load(p_positions + o_token, mask=m_m, other=-1)
         p_q_rows = p_q + o_token.to(tl.int64)[:, None] * q_stride_token + o_head[:, None] * q_stride_head
         b_q = tl.load(p_q_rows + o_d[None, :], mask=m_m[:, None] & (o_d < D)[None, :], other=0.0)
-        # what this program does next is read while it is busy here
-        p_entry = p_entries + (tl.num_programs(0) + tl.maximum(after, 0)).to(tl.int64) * 8
-        next_after = tl.load(p_entry + 1, mask=after >= 0, other=-1)
-        next_unit = tl.load(p_entry + 2, mask=after >= 0, other=0)
-        next_begin = tl.load(p_entry + 3, mask=after >= 0, other=0)
-        next_end = tl.load(p_entry + 4, mask=after >= 0, other=0)
-        next_slot = tl.load(p_entry + 5, mask=after >= 0, other=0)
-        next_length = tl.load(p_entry + 6, mask=after >= 0, other=0)
-        next_token = tl.load(p_entry + 7, mask=after >= 0, other=0)
-        b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        b_total = tl.zeros([BLOCK_M], tl.float32)
-        b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        # the tile's entry is carried one block ahead: a look-up inside the loop would cost the multi-buffering of
-        # the loads that depend on it
-        p_tile = p_tiles + begin.to(tl.int64) * 4
-        num_blocks = (end - begin) * SUB
-        for i in tl.range(0, num_blocks, num_stages=STAGES):
-            skip = (i % SUB) * BLOCK_N
-            left = length - skip
-            start = token + skip
-            o_slot = slot.to(tl.int64) + skip
-            # the last block looks at its own entry again: rows past a unit's tiles are never read
-            p_next = p_tile + (tl.minimum(i + 1, num_blocks - 1) // SUB) * 4
-            slot = tl.load(p_next)
-            length = tl.load(p_next + 1)
-            token = tl.load(p_next + 2)
-            m_n = o_n < left
-            p_keys = p_k + o_slot * K_STRIDE + head * D
-            b_k = load_some_rows(p_keys, o_n, m_n, o_d, K_STRIDE, D)
-            p_values = p_v + o_slot * V_STRIDE + head * DV
-            b_v = load_some_rows(p_values, o_n, m_n, o_dv, V_STRIDE, DV)
-            m_seen = o_n[None, :] < tl.minimum(left, b_limit - start + 1)[:, None]
-            if WINDOW > 0:
-                m_seen &= o_n[None, :] > (b_limit - WINDOW - start)[:, None]
-            b_max, b_total, b_acc = fold_keys(
-                b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP, True
+        if d_k is not None:
+            newest = tl.max(b_limit, 0)
+            oldest = tl.min(tl.where(b_limit < 0, 2**31 - 1, b_limit), 0)
+            b_max, b_total, b_acc = attend_tiles(
+                b_q,
+                b_limit,
+                p_k,
+                p_v,
+                d_k,
+                d_v,
+                p_tiles,
+                begin,
+                end,
+                oldest,
+                newest,
+                head,
+                score_scale,
+                cap_log2,
+                D,
+                DV,
+                BLOCK_D,
+                BLOCK_DV,
+                K_STRIDE,
+                V_STRIDE,
+                BLOCK_M,
+                BLOCK_N,
+                TILE,
+                WINDOW,
+                SOFTCAP,
+                STAGES,
             )
+            # looked up again, not held across the loops
+            partial = tl.load(p_entry)
+            following = load_entry(p_entries, tl.load(p_entry + 1))
+        else:
+            # what this program does next is read while it is busy here
+            following = load_entry(p_entries, after)
+            b_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+            b_total = tl.zeros([BLOCK_M], tl.float32)
+            b_acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+            # the tile's entry is carried one block ahead: a look-up inside the loop would cost the multi-buffering of
+            # the loads that depend on it
+            p_tile = p_tiles + begin.to(tl.int64) * 4
+            num_blocks = (end - begin) * SUB
+            for i in tl.range(0, num_blocks, num_stages=STAGES):
+                skip = (i % SUB) * BLOCK_N
+                left = length - skip
+                start = token + skip
+                o_slot = slot.to(tl.int64) + skip
+                # the last block looks at its own entry again: rows past a unit's tiles are never read
+                p_next = p_tile + (tl.minimum(i + 1, num_blocks - 1) // SUB) * 4
+                slot = tl.load(p_next)
+                length = tl.load(p_next + 1)
+                token = tl.load(p_next + 2)
+                m_n = o_n < left
+                p_keys = p_k + o_slot * K_STRIDE + head * D
+                b_k = load_some_rows(p_keys, o_n, m_n, o_d, K_STRIDE, D)
+                p_values = p_v + o_slot * V_STRIDE + head * DV
+                b_v = load_some_rows(p_values, o_n, m_n, o_dv, V_STRIDE, DV)
+                m_seen = o_n[None, :] < tl.minimum(left, b_limit - start + 1)[:, None]
+                if WINDOW > 0:
+                    m_seen &= o_n[None, :] > (b_limit - WINDOW - start)[:, None]
+                b_max, b_total, b_acc = fold_keys(
+                    b_q, b_k, b_v, m_seen, b_max, b_total, b_acc, score_scale, cap_log2, SOFTCAP, True
+                )
         b_out, b_lse2 = finish_softmax(b_max, b_total, b_acc)
         # 0, or NaN where the row is not finite: whoever joins partials may look at some of its columns only
         b_lse2 += tl.sum(b_out * 0.0, 1)
         o_row = partial.to(tl.int64) * ROWS + o_m
         tl.store(p_lse2 + o_row, b_lse2, mask=m_m)
         tl.store(p_out + o_row[:, None] * DV + o_dv[None, :], b_out, mask=m_m[:, None] & (o_dv < DV)[None, :])
-        partial = after
-        after = next_after
-        unit = next_unit
-        begin = next_begin
-        end = next_end
-        slot = next_slot
-        length = next_length
-        token = next_token
+        p_entry, partial, after, unit, begin, end, slot, length, token = following
 
 
 class DeviceLimits(NamedTuple):
@@ -171,13 +215,17 @@ def largest_block(tile_tokens: int, dim: int, element_bytes: int, num_bytes: int
 
 
 class DecodePlan(NamedTuple):
-    """How one decode call is launched. All of it is fixed when a graph is captured; no length enters."""
+    """How one decode call is launched. All of it is fixed when a graph is captured; no length enters.
+
+    `descriptors`: the copy engine loads whole tiles, which take no mask, where `describable` holds.
+    """
 
     num_spans: int
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
 
 
 PER_SM = 2
@@ -215,6 +263,10 @@ def decode_launch_plan(
         row of 8K prefers 128/4/3 x 128 (14.9) by 1 us or so. Asking for the first keys ahead of the queries and letting
         the combine onto the device early (programmatic dependent launch) cost 0.6 and 0.2 us there and gained nothing
         that lasts elsewhere. Other head sizes and types take the block of the same bytes.
+
+        One row of 1M under 71 query heads on one KV head (30 Nov 2026, 128 rows a tile): 128/8/3 x 132 by the copy
+        engine and without masks 144.3, the same without the copy engine 166.0, with masks 189.4, and 64/8/3 x 256 with
+        masks 206.7. One program fills a multiprocessor there, so that 256 spans take two rounds.
     """
     # more than 64 rows without warp-group products spill registers: those rows read the keys twice instead
     largest = 128 if device.warp_group_products else 64
@@ -227,7 +279,10 @@ def decode_launch_plan(
     elif num_rows > 1 and not (deterministic or element_bytes == 4 or q_len > 1) and device.warp_group_products:
         num_warps = 8
     num_spans = max(1, min(spread(units, device.multiprocessors * PER_SM), tile_capacity * num_kv_heads))
-    return DecodePlan(num_spans, block_m, block_n, num_warps, 3)
+    descriptors = block_m == 128 and element_bytes == 2 and dim == head_dim <= 128
+    if descriptors:
+        block_n = min(128, tile_tokens)
+    return DecodePlan(num_spans, block_m, block_n, num_warps, 3, descriptors)
 
 
 def spread(units: int, resident: int) -> int:
@@ -327,20 +382,23 @@ def decode_splits(
         lse2 = torch.empty(call.out_shape[:2], dtype=torch.float32, device=q.device)
     else:
         out, lse2 = workspace.take(*call.out_shape)
-    call.launch(q, k_pool, v_pool, tile_table, schedule.entries, q_positions, out, lse2)
+    descriptors = describe_pools(k_pool, v_pool, call.block_n) if call.block_n else (None, None)
+    call.launch(q, k_pool, v_pool, tile_table, schedule.entries, q_positions, out, lse2, descriptors=descriptors)
     return Splits(out, lse2, schedule.ranges, *call.units)
 
 
 class _Prepared(NamedTuple):
     """What a decode call derives from shapes.
 
-    `new_schedule`: heads, spans, split of the schedule that the tables do not bring; `units`: the integers of `Splits`.
+    `new_schedule`: heads, spans, split of the schedule that the tables do not bring; `units`: the integers of `Splits`;
+    `block_n`: slots that the copy engine takes at once, 0 where it is left out.
     """
 
     launch: Launch
     new_schedule: tuple[int, int, int] | None
     out_shape: tuple[int, int, int]
     units: tuple[int, ...]
+    block_n: int
 
 
 def _prepare(
@@ -412,7 +470,9 @@ def _prepare(
         num_warps=plan.num_warps,
     )
     units = (num_rows, num_kv_heads, q_len, group, spans, split_tiles)
-    return _Prepared(launch, new_schedule, (partials, packed, v_dim), units)
+    # a negative scale would turn the order of the scores, of which that loop takes the largest before it scales them
+    block_n = plan.block_n if plan.descriptors and scale >= 0 else 0
+    return _Prepared(launch, new_schedule, (partials, packed, v_dim), units, block_n)
 
 
 def decode(

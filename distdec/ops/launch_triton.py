@@ -22,7 +22,7 @@ class Launch:
     use it for tensors of the same dtypes, on the same device, alone.
 
     Args:
-        kernel: the Triton kernel; its tensors come first.
+        kernel: the Triton kernel; its tensor descriptors come first, its tensors next.
         grid: programs along each axis; nothing is launched where one is 0.
         numbers: integers and floats that follow the tensors.
         constants: the `constexpr` arguments, which come last.
@@ -43,8 +43,12 @@ class Launch:
         self._numbers, self._constants = numbers, constants
         self._again: dict[Any, Any] = {}
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch `kernel[grid](*tensors, *numbers, *constants, **options)`.
+    def __call__(self, *tensors: Tensor, descriptors: tuple[Any, ...] = ()) -> None:
+        """Launch `kernel[grid](*descriptors, *tensors, *numbers, *constants, **options)`.
+
+        Args:
+            descriptors: what the copy engine reads, or None in place of each; which of them are None must follow from
+                the alignment of the tensors.
 
         Notes:
             From the second launch on, addresses alone are handed over: nothing looks whether they are the device's.
@@ -56,9 +60,11 @@ class Launch:
         alignment = None if joined & 15 == 0 else tuple([address & 15 == 0 for address in addresses])
         again = self._again.get(alignment)
         if again is not None:
-            again(*addresses, *self._numbers, *self._constants)
+            again(*descriptors, *addresses, *self._numbers, *self._constants)
         elif 0 not in self._grid:
-            compiled = self._kernel[self._grid](*tensors, *self._numbers, *self._constants, **self._options)
+            compiled = self._kernel[self._grid](
+                *descriptors, *tensors, *self._numbers, *self._constants, **self._options
+            )
             # the interpreter has nothing to keep
             if compiled is not None:
                 self._again[alignment] = compiled[self._grid]
