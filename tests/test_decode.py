@@ -88,13 +88,12 @@ def test_wide_groups_read_whole_tiles_alone_by_descriptors(case, dtype, monkeypa
         close_partial(got, truth(inputs))
 
 
-@pytest.mark.parametrize("scale", [-0.4, 0.0])
+@pytest.mark.parametrize("scale", [-10.0, -0.4, 0.0])
 def test_scales_that_turn_or_level_the_scores_of_a_wide_group(scale):
     case = uniform("two rows", (180, 97), 1, num_q_heads=71, num_kv_heads=1, max_view=64)
-    inputs = build(case)
+    inputs = build(case, torch.float16)
     inputs.options["scale"] = scale
-    plan = DecodePlan(3, 128, 16, 8, 3, True)
-    close_partial(run("triton", case, inputs, plan=plan), truth(inputs))
+    as_good_as_eager(run("triton", case, inputs), truth(inputs), truth(inputs, torch.float16))
 
 
 def test_a_pool_that_starts_off_the_copy_engines_grid_is_read_without_it():
