@@ -270,6 +270,34 @@ def test_unusable_logits_behind_a_draft_end_the_request_where_they_would_without
     assert engine.cache.kv.stats().published_pages == 0, "nobody shall find its pages"
 
 
+def failed_plan(folder):
+    """Fail to plan right behind a step with wrong drafts, and go on."""
+    with Mesh.create(device="cpu", timeout_s=60) as mesh:
+        wrong = lambda tokens, most: (int(tokens[-1]) ^ 1,) * most  # noqa: E731
+        engine = Engine(Runner.load(folder, mesh, CONFIG), CONFIG.scheduler, propose=wrong)
+        if mesh.is_leader:
+            engine.add(prompts()[0], SamplingParams(NEW, ignore_eos=True))
+        drafted = 0
+        while not drafted:
+            drafted = sum(row.num_drafts for row in engine.step().plan.rows)
+        before = engine.cache.kv.length(0)
+        if mesh.is_leader:
+            places, engine.scheduler.places = engine.scheduler.places, None
+        with pytest.raises((AttributeError, RuntimeError), match=r"NoneType|rank 0 could not plan"):
+            engine.step()
+        if mesh.is_leader:
+            engine.scheduler.places = places
+        [start] = [row.start for row in engine.step().plan.rows]
+        return before, start, engine.cache.kv.length(0)
+
+
+def test_a_plan_that_fails_does_not_lose_what_is_to_be_dropped(ranks, folder):
+    (before, start, after), (before_1, _, after_1) = ranks(2).run(failed_plan, folder, timeout_s=60)
+    # the other rank hears of it with the next plan
+    assert (before, before_1) == (start, start + DRAFTS)
+    assert (after, after_1) == (start + 1, start + 1 + DRAFTS)
+
+
 def test_a_proposer_without_drafts_to_make_is_refused(folder):
     runner = Runner.load(folder, Mesh.single(), plain(CONFIG))
     with pytest.raises(ValueError, match="num_draft_tokens=0"):
