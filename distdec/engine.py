@@ -26,7 +26,7 @@ from distdec.config import SchedulerConfig
 from distdec.detokenize import TextStream
 from distdec.progress import RequestState
 from distdec.replay import Replay
-from distdec.request import FinishReason, PlanKind, Request, Row, SamplingParams, StepPlan
+from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
 from distdec.row_tables import NO_PADDING
 from distdec.runner import Runner
 from distdec.sampling import SamplingRow, sample
@@ -249,9 +249,15 @@ class Engine:
         if not needed:
             return {}
         if step.tokens is None:
-            rows = [sampling for row in needed for sampling in self._sampling_rows(row)]
-            found = iter(sample(self.runner.ready(), rows))
-            chosen = {row.request_id: list(islice(found, row.num_logits)) for row in needed}
+            rows: list[SamplingRow | None] = []
+            for row in needed:
+                state = self._state(row.request_id)
+                rows += [None] * (1 + row.num_drafts) if state.plain else self._sampling_rows(state, row.drafts)
+            found = sample(self.runner.ready(), rows)
+            if len(found) == len(needed):
+                return {row.request_id: [token] for row, token in zip(needed, found, strict=True)}
+            left = iter(found)
+            chosen = {row.request_id: list(islice(left, row.num_logits)) for row in needed}
             return verify(step.plan, chosen, self.scheduler.running, self.eos_ids)
         tokens = step.tokens.read()
         if self._next is not None:
@@ -266,26 +272,24 @@ class Engine:
         # a request may have been cancelled while its step ran; its token is dropped at commit
         return self.scheduler.running.get(request_id) or self.scheduler.finished[request_id]
 
-    def _sampling_rows(self, row: Row) -> list[SamplingRow | None]:
+    def _sampling_rows(self, state: RequestState, drafts: Sequence[int]) -> list[SamplingRow]:
         """Return how the token behind each of a row's logits is chosen, if all drafts before it are right."""
-        state = self._state(row.request_id)
-        if state.plain:
-            return [None] * row.num_logits
-        params, seed, count = state.request.sampling, self._live[row.request_id].seed, len(state.output_ids)
+        params, seed, count = state.request.sampling, self._live[state.request_id].seed, len(state.output_ids)
         seen: tuple[int, ...] = ()
         if params.repetition_penalty != 1.0:
             seen = (*state.request.prompt_ids, *state.output_ids)
-        return [SamplingRow(params, seed, count + i, seen and (*seen, *row.drafts[:i])) for i in range(row.num_logits)]
+        return [SamplingRow(params, seed, count + i, seen and (*seen, *drafts[:i])) for i in range(len(drafts) + 1)]
 
     def _commit(self, plan: StepPlan, tokens: dict[int, list[int | None]]) -> StepResult:
         if not self.mesh.is_leader:
             return StepResult(plan)
         texts, stopped = self._push(tokens)
-        self._kept = tuple([(r.request_id, r.start + len(tokens[r.request_id])) for r in plan.rows if r.num_drafts])
-        self.replay.keep(self._kept)
+        if plan.q_len > 1:
+            self._kept = tuple([(r.request_id, r.start + len(tokens[r.request_id])) for r in plan.rows if r.num_drafts])
+            self.replay.keep(self._kept)
         events = []
         for request_id, token, reason in self.scheduler.commit(plan, tokens, stopped):
-            text = texts[request_id].pop(0)
+            text = texts[request_id].pop(0) if texts else ""
             if reason is not None and (stream := self._live[request_id].text) is not None:
                 text += stream.finish()
             events.append(StepEvent(request_id, token, text, reason))
@@ -299,15 +303,18 @@ class Engine:
         """
         now, texts, stopped = time.perf_counter(), {}, set()
         for request_id, new in tokens.items():
-            live, pieces = self._live[request_id], []
-            stream = live.text
+            live = self._live[request_id]
+            if not live.first_token and new[0] is not None:
+                live.first_token = now
+            if (stream := live.text) is None:
+                continue
+            pieces = texts[request_id] = []
             for token in new:
-                live.first_token = live.first_token or (0.0 if token is None else now)
-                pieces.append("" if stream is None or token is None else stream.push(token))
-                if stream is not None and stream.stopped:
+                pieces.append("" if token is None else stream.push(token))
+                if stream.stopped:
                     stopped.add(request_id)
+                    tokens[request_id] = new[: len(pieces)]
                     break
-            texts[request_id], tokens[request_id] = pieces, new[: len(pieces)]
         return texts, stopped
 
     def _complete(self, request_id: int) -> Completion:
