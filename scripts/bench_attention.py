@@ -51,7 +51,13 @@ def layer_variant(
 
     local = inputs.cache.local_tokens()
     num_bytes = inputs.shape.kv_bytes * local // max(1, inputs.shape.tokens)
-    fields = {"merge": mode, "kvp": inputs.mesh.kvp_size, "local_tokens": local, **inputs.describe()}
+    fields = {
+        "own_apart": inputs.batch.own_apart,
+        "merge": mode,
+        "kvp": inputs.mesh.kvp_size,
+        "local_tokens": local,
+        **inputs.describe(),
+    }
     return Variant(name, call, check, inputs.ops.name, {"merge": mode}, num_bytes=num_bytes, fields=fields)
 
 
@@ -68,12 +74,12 @@ def refused_variant(name: str, reason: str) -> Variant:
 def layers(bench: Bench, owned: Merges, shape: Shape, modes: list[str]) -> tuple[list[Variant], list[Inputs]]:
     """Return the one-GPU layer and the sharded layer with each merge mode, over the same sequences."""
     copies = 2 if bench.smoke else rotations_for(shape.kv_bytes // bench.mesh.kvp_size)
-    whole = Inputs(Mesh.single(bench.device), shape, backend=bench.backend, copies=copies)
+    whole = Inputs(Mesh.single(bench.device), shape, backend=bench.backend, copies=copies, own_apart=True)
     variants = [layer_variant(whole, "auto", ONE)]
     variants[0].config = {"merge": "none"}
     made = [whole]
     if bench.mesh.world_size > 1:
-        shard = Inputs(bench.mesh, shape, backend=bench.backend, copies=copies)
+        shard = Inputs(bench.mesh, shape, backend=bench.backend, copies=copies, own_apart=True)
         # the same queries: made from the same seed in both, but the one-GPU inputs came first
         shard.q.copy_(whole.q)
         made.append(shard)
