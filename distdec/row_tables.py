@@ -82,7 +82,7 @@ class RowTables:
         """Take the rows of the next step: one rank's table of each; `cut` has to follow."""
         if tables != self._tables or [table.version for table in tables] != self._versions:
             self._load(tables)
-        self.table[self._last, 1] = np.array([table.last_length for table in tables], np.int32)[self._held]
+        self.table[self._last, 1] = [span.length for span in self._spans]
 
     def leave_out(self, slots: Int64Array) -> None:
         """Shorten rows by their last token where it lies here, so that `cut` makes no tile of it.
@@ -137,6 +137,7 @@ class RowTables:
         self.total = int(self.first[-1])
         self._held = np.flatnonzero(sizes)
         self._last = self.first[1:][self._held] - 1
+        self._spans = [table.last for table in tables if table.last is not None]
         if self.total:
             np.concatenate([table.rows for table in tables if table.count], out=self.table[: self.total, :3])
 

@@ -1,5 +1,8 @@
 """The integer cache by example: placement, growth, capacity, truncation, forks, tables, and explicit layouts."""
 
+import random
+from unittest import mock
+
 import numpy as np
 import pytest
 from cache_model import CacheModel
@@ -241,12 +244,63 @@ def test_appending_touches_one_entry_of_one_table():
     tables = [cache.local_view_table(0, rank) for rank in range(2)]
     before = [table.copy() for table in tables]
     cache.extend(0, 1)
-    changed = [np.argwhere(new != old) for new, old in zip(tables, before, strict=True)]
-    assert sorted(len(places) for places in changed) == [0, 1]
     for rank, table in enumerate(tables):
         assert np.shares_memory(cache.local_view_table(0, rank), table), "no copy from step to step"
+    changed = [np.argwhere(new != old) for new, old in zip(tables, before, strict=True)]
+    assert sorted(len(places) for places in changed) == [0, 1]
+    for table in tables:
         with pytest.raises(ValueError, match="read-only"):
             table[0, 0] = 1
+
+
+def test_a_table_ends_with_the_view_before_when_its_last_one_goes():
+    cache = make(64, 64, max_chunk=4)
+    cache.add(0)
+    cache.extend(0, 4)
+    first = [cache.local_view_table(0, rank).tolist() for rank in range(2)]
+    cache.extend(0, 14)
+    cache.truncate(0, 3)
+    cache.extend(0, 1)
+    assert [cache.local_view_table(0, rank).tolist() for rank in range(2)] == first
+    assert cache.slots(0, 0, 4, 0).tolist() == [0, 1, 2, 3]
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("home", [0, 10])
+def test_a_step_inside_frames_does_what_filling_does(home):
+    rng = random.Random(7)
+    layout = CacheLayout((90, 60), min_chunk=4, max_chunk=16, page_size=2, weights=(3, 2), shard_min_tokens=home)
+    caches = [KVCache(layout) for _ in range(2)]
+    for seq_id in range(6):
+        for cache in caches:
+            cache.add(seq_id)
+    for step in range(300):
+        rows = [(seq_id, rng.choice((0, 1, 1, 1, 2, 5))) for seq_id in rng.sample(range(6), 4)]
+        cut = [(seq_id, max(0, caches[0].length(seq_id) - rng.randrange(12))) for seq_id in rng.sample(range(6), 2)]
+        for slow, cache in enumerate(caches):
+            if slow:
+                # every row goes the long way
+                with mock.patch.object(cache._placer, "grow", lambda seqs, counts, c=cache: fill_all(c, seqs, counts)):
+                    cache.extend_all(rows)
+            else:
+                cache.extend_all(rows)
+            for seq_id, length in cut:
+                cache.truncate(seq_id, length)
+            if step % 25 == 24:
+                cache.free(step // 25 % 6)
+                cache.fork((step // 25 + 1) % 6, step // 25 % 6)
+            cache.check_integrity()
+        for seq_id in range(6):
+            assert caches[0].views(seq_id) == caches[1].views(seq_id)
+            assert all(
+                (caches[0].local_view_table(seq_id, r) == caches[1].local_view_table(seq_id, r)).all() for r in range(2)
+            )
+        assert caches[0].stats() == caches[1].stats()
+
+
+def fill_all(cache, seqs, counts):
+    for seq, count in zip(seqs, counts, strict=True):
+        cache._placer._fill(seq, count, None)
 
 
 def test_slots_are_int64_and_checked():

@@ -125,18 +125,16 @@ class KVCache:
 
     def extend_all(self, rows: SequenceOf[tuple[int, int]]) -> None:
         """Reserve slots for the tokens of all `(seq_id, num_tokens)`, or for none; otherwise as `extend`."""
-        seqs = [self._get(seq_id) for seq_id, _ in rows]
-        for seq, (_, count) in zip(seqs, rows, strict=True):
-            if seq.length + operator.index(count) > MAX_INDEX or count < 0:
-                raise ValueError(
-                    f"num_tokens must be from 0 to {MAX_INDEX - seq.length} for a sequence of {seq.length} tokens, "
-                    f"got {count}"
-                )
-        if not self._placer.fit(seqs, [count for _, count in rows]):
+        seqs, counts = self._all([seq_id for seq_id, _ in rows]), [operator.index(count) for _, count in rows]
+        if rows and (min(counts) < 0 or max(counts) + max([seq.length for seq in seqs]) > MAX_INDEX):
+            for left, count in [(MAX_INDEX - seq.length, n) for seq, n in zip(seqs, counts, strict=True)]:
+                if not 0 <= count <= left:
+                    raise ValueError(
+                        f"num_tokens must be from 0 to {left} for a sequence of {MAX_INDEX - left} tokens, got {count}"
+                    )
+        if not self.can_extend(rows):
             self.raise_full(rows)
-        grow = self._placer.grow
-        for seq, (_, count) in zip(seqs, rows, strict=True):
-            grow(seq, count)
+        self._placer.grow(seqs, counts)
 
     def can_extend(self, rows: Iterable[tuple[int, int]], reserved: int = 0) -> bool:
         """Say whether all of `(seq_id, num_tokens)` can be extended, in any order; exact, and changes nothing.
@@ -145,8 +143,11 @@ class KVCache:
         not in the cache holds nothing yet, so that admission can ask before it adds.
         """
         rows = list(rows)
-        seqs = [self._sequences.get(seq_id) or self._empty(seq_id) for seq_id, _ in rows]
-        return self._placer.fit(seqs, [count for _, count in rows], reserved)
+        if self._placer.plenty([count for _, count in rows], reserved):
+            return True
+        seqs = [(self._sequences.get(seq_id) or self._empty(seq_id), count) for seq_id, count in rows]
+        needed, available = self._placer.demand(seqs)
+        return needed + reserved <= available
 
     def raise_full(self, rows: Iterable[tuple[int, int]]) -> NoReturn:
         """Raise CacheFull with the numbers of a step that does not fit."""
@@ -305,7 +306,7 @@ class KVCache:
 
     def local_rows(self, seq_ids: Iterable[int], kvp_rank: int) -> tuple[list[int], list[ViewTable]]:
         """Return the lengths of sequences, over all ranks, and one rank's tables of them, kept from step to step."""
-        seqs = [self._get(seq_id) for seq_id in seq_ids]
+        seqs = self._all(seq_ids)
         return [seq.length for seq in seqs], [seq.tables.get(kvp_rank) or seq.table(kvp_rank) for seq in seqs]
 
     def slots(self, seq_id: int, start: int, stop: int, kvp_rank: int) -> Int64Array:
@@ -381,6 +382,14 @@ class KVCache:
             return self._sequences[seq_id]
         except KeyError:
             raise KeyError(f"sequence {seq_id} is not in the cache") from None
+
+    def _all(self, seq_ids: Iterable[int]) -> list[Sequence]:
+        """Return live sequences."""
+        sequences = self._sequences
+        try:
+            return [sequences[seq_id] for seq_id in seq_ids]
+        except KeyError as missing:
+            raise KeyError(f"sequence {missing.args[0]} is not in the cache") from None
 
     def _append_shared(self, seq: Sequence, state: ChunkState, offset: int, length: int) -> None:
         """Append tokens that are in the cache already; a view holds one reference to its chunk."""

@@ -45,25 +45,44 @@ class Placer:
                 needs[rank] += -(-max(0, run - room) // self._layout.min_chunk)
         return max(zip(needs, have, strict=True), key=lambda pair: pair[0] - pair[1])
 
-    def fit(self, seqs: ListOf[Sequence], counts: ListOf[int], reserved: int = 0) -> bool:
-        """Say whether all sequences can be extended by their counts, with `reserved` frames left; exact."""
-        if self._hook is None:
-            # a row asks for its tokens in whole frames at most, twice rounded up where it leaves its home rank: with
-            # plenty of frames no sequence has to be looked at
-            most = sum(counts) // self._layout.min_chunk + len(counts) * (2 if self._home else 1)
-            if most + reserved <= sum(map(self._ledger.available, range(self._layout.num_ranks))):
-                return True
-        need, have = self.demand(zip(seqs, counts, strict=True))
-        return need + reserved <= have
+    def plenty(self, counts: ListOf[int], reserved: int = 0) -> bool:
+        """Say whether any sequences can be extended by these counts, with `reserved` frames left.
 
-    def grow(self, seq: Sequence, count: int) -> None:
-        """Extend a sequence for which there is room."""
-        if self._hook is None:
-            if not self._stay(seq, count):
-                self._fill(seq, count, None)
-        else:
-            for rank, run, _ in list(self._runs(seq, count)):
-                self._fill(seq, run, rank)
+        A row asks for its tokens in whole frames at most, twice rounded up where it leaves its home rank. So no
+        sequence has to be looked at, most of the time; where the answer is no, `demand` knows.
+        """
+        if self._hook is not None:
+            return False
+        most = sum(counts) // self._min_chunk + len(counts) * (2 if self._home else 1)
+        return most + reserved <= sum(map(self._ledger.available, range(self._layout.num_ranks)))
+
+    def grow(self, seqs: ListOf[Sequence], counts: ListOf[int]) -> None:
+        """Extend sequences for which there is room.
+
+        Nearly all rows of a step stay inside the frame in which they end. No other frame is begun there, so that only
+        tokens are counted.
+        """
+        stored, tokens, size, home = self._ledger.stored_tokens, self.tokens, self._min_chunk, self._home
+        for seq, count in zip(seqs, counts, strict=True):
+            if self._hook is not None:
+                for rank, run, _ in list(self._runs(seq, count)):
+                    self._fill(seq, run, rank)
+                continue
+            if seq.length > home:
+                span = seq.spans[-1]
+                state = span.state
+                filled = state.filled
+                if state.owner is seq and span.offset + span.length == filled and count <= -filled % size:
+                    rank = span.rank
+                    state.filled = filled + count
+                    stored[rank] += count
+                    tokens[rank] += count
+                    # as `seq.append` into the last view
+                    span.length += count
+                    seq.length += count
+                    seq.loads[rank] += count
+                    continue
+            self._fill(seq, count, None)
 
     def put(self, seq: Sequence, runs: Iterable[tuple[int, int]]) -> None:
         """Grow a sequence without tokens by runs of (rank, tokens) for which the ranks have room."""
@@ -90,25 +109,6 @@ class Placer:
         """Return the frames of tokens `[start, stop)`, the first of which begins one."""
         home, size = min(max(self._home, start), stop), self._min_chunk
         return -(-(home - start) // size) + -(-(stop - home) // size)
-
-    def _stay(self, seq: Sequence, count: int) -> bool:
-        """Extend inside the frame in which the sequence ends, if it can be: `_fill` for nearly all rows of a step.
-
-        No other frame is begun there, so that only tokens are counted.
-        """
-        if seq.length <= self._home:
-            return False
-        span = seq.spans[-1]
-        state = span.state
-        filled = state.filled
-        if state.owner is not seq or span.offset + span.length != filled or count > -filled % self._min_chunk:
-            return False
-        rank = span.rank
-        state.filled = filled + count
-        self._ledger.stored_tokens[rank] += count
-        self.tokens[rank] += count
-        seq.lengthen(span, count)
-        return True
 
     def _fill(self, seq: Sequence, count: int, hooked: int | None) -> None:
         """Fill the last chunk, then new ones; all on rank `hooked` if given."""

@@ -32,52 +32,55 @@ class ViewTable:
     """Rows (slot_start, length, token_start) of one rank's views, ascending in token_start.
 
     The rows live in a buffer that doubles; `rows` is a read-only window on it, so neither an append nor a read copies.
-    A window taken earlier shows later changes of its rows, until the buffer moves.
+    Only the last view can change its length, so that one is read from the view itself, and a step that makes it longer
+    has nothing to do here. A window taken earlier shows later changes of its rows from the next read on, until the
+    buffer moves.
 
     Attributes:
         count: rows.
-        last_length: length of the last row, 0 without rows.
+        last: the view of the last row, None without rows.
         version: changes with everything but the length of the last row.
     """
 
-    __slots__ = ("_buffer", "_window", "count", "last_length", "version")
+    __slots__ = ("_buffer", "_window", "count", "last", "version")
 
     def __init__(self) -> None:
         """Start without rows."""
-        self.count = self.last_length = self.version = 0
+        self.count = self.version = 0
+        self.last: Span | None = None
         self._allocate(4)
 
     @property
     def rows(self) -> Int32Array:
         """The rows so far, [C, 3] int32, read-only."""
+        if self.last is not None:
+            self._buffer[self.count - 1, 1] = self.last.length
         rows: Int32Array = self._window[: self.count]
         return rows
 
-    def append(self, slot_start: int, length: int, token_start: int) -> None:
+    def append(self, slot_start: int, span: Span) -> None:
         """Add the row of a new view."""
+        old = self.rows
         if self.count == len(self._buffer):
-            old = self._buffer
             self._allocate(2 * self.count)
             self._buffer[: self.count] = old
-        self._buffer[self.count] = (slot_start, length, token_start)
+        self._buffer[self.count] = (slot_start, span.length, span.token_start)
         self.count += 1
-        self.last_length = length
+        self.last = span
         self.version += 1
 
-    def set_last(self, length: int) -> None:
-        """Change the length of the last row; 0 removes it."""
-        if length:
-            self._buffer[self.count - 1, 1] = self.last_length = length
-        else:
-            self.count -= 1
-            self.last_length = int(self._buffer[self.count - 1, 1]) if self.count else 0
-            self.version += 1
+    def drop_last(self, last: Span | None) -> None:
+        """Remove the last row; `last` is the view of the one before, if any."""
+        self.count -= 1
+        self.last = last
+        self.version += 1
 
     def slots(self, start: int, stop: int) -> Int64Array:
         """Return the slots of tokens `[start, stop)`, -1 where a token is in no row; O(stop - start + log rows)."""
+        rows = self.rows
         out = np.full(stop - start, -1, np.int64)
         for row in range(max(self.row_of(start), 0), self.count):
-            slot, length, token = self._buffer[row].tolist()
+            slot, length, token = rows[row].tolist()
             if token >= stop:
                 break
             begin, end = max(start, token), min(stop, token + length)
@@ -143,22 +146,14 @@ class Sequence:
         """Add tokens behind the last one: in the last view where they continue it, else as a new view."""
         last = self.spans[-1] if self.spans else None
         if last is not None and last.state is state and last.offset + last.length == offset:
-            self.lengthen(last, length)
-            return
-        last = Span(state, offset, length, self.length)
-        self.spans.append(last)
-        if table := self.tables.get(last.rank):
-            table.append(*self._row(last))
+            last.length += length
+        else:
+            last = Span(state, offset, length, self.length)
+            self.spans.append(last)
+            if table := self.tables.get(last.rank):
+                table.append(self._slot(last), last)
         self.length += length
         self.loads[last.rank] += length
-
-    def lengthen(self, last: Span, length: int) -> None:
-        """Add tokens to the last view."""
-        last.length += length
-        self.length += length
-        self.loads[last.rank] += length
-        if table := self.tables.get(last.rank):
-            table.set_last(last.length)
 
     def cut(self, tokens: int) -> None:
         """Take the last `tokens` tokens off the last view, which is gone when it held no more."""
@@ -166,10 +161,10 @@ class Sequence:
         last.length -= tokens
         self.length -= tokens
         self.loads[last.rank] -= tokens
-        if table := self.tables.get(last.rank):
-            table.set_last(last.length)
         if not last.length:
             self.spans.pop()
+            if table := self.tables.get(last.rank):
+                table.drop_last(next((span for span in reversed(self.spans) if span.rank == last.rank), None))
 
     def table(self, kvp_rank: int) -> ViewTable:
         """Return the table of one rank: built once, from then on kept by `append` and `cut`."""
@@ -178,7 +173,7 @@ class Sequence:
             table = self.tables[kvp_rank] = ViewTable()
             for span in self.spans:
                 if span.rank == kvp_rank:
-                    table.append(*self._row(span))
+                    table.append(self._slot(span), span)
         return table
 
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -211,12 +206,12 @@ class Sequence:
             loads[span.rank] += span.length
         require((position, loads) == (self.length, self.loads), f"{name}: lengths do not add up")
         for rank, table in self.tables.items():
-            rows = [list(self._row(span)) for span in self.spans if span.rank == rank]
+            rows = [[self._slot(span), span.length, span.token_start] for span in self.spans if span.rank == rank]
             require(table.rows.tolist() == rows, f"{name}: stale view table of rank {rank}")
 
-    def _row(self, span: Span) -> tuple[int, int, int]:
-        """Return the table row of a span."""
-        return span.state.chunk.frame * self.min_chunk + span.offset, span.length, span.token_start
+    def _slot(self, span: Span) -> int:
+        """Return the slot of a span's first token."""
+        return span.state.chunk.frame * self.min_chunk + span.offset
 
 
 def fragments(seq: Sequence, position: int, size: int) -> Iterator[tuple[Fragment, ...]]:
