@@ -120,17 +120,20 @@ class StepBuffers:
         self.generation = 0
         self._capacity = (0, 0, 0)
         self._pool: KVPool | None = None
+        self._group_size = 1
         self._schedules: dict[int, tuple[Tensor, Tensor]] = {}
         # the only batch that layers may use now
         self.derived: StepBatch | None = None
         self._grow(max_tokens, max_rows, max_views)
 
-    def schedule_for(self, pool: KVPool) -> None:
+    def schedule_for(self, pool: KVPool, group_size: int = 1) -> None:
         """Derive from now on, with every step, how decode programs share its tiles: once for all layers of this pool.
+
+        `group_size` are the query heads on a KV head, as far as they are known.
 
         Without it, or with a backend that has no schedule, the decode op does so itself in every call.
         """
-        self._pool = pool
+        self._pool, self._group_size = pool, group_size
         self._grow(*self._capacity, force=True)
 
     def reserve(self, *, tokens: int, rows: int, views: int) -> None:
@@ -343,7 +346,7 @@ class StepBuffers:
         if plan is None or pool is None or rows == 0:
             return 0
         dim, capacity = max(pool.head_dim, pool.v_head_dim), self.tile_table.shape[0]
-        return plan(rows, pool.num_kv_heads, q_len, dim, pool.k.dtype, capacity, self.device)
+        return plan(rows, pool.num_kv_heads, q_len, dim, pool.k.dtype, capacity, self.device, self._group_size)
 
     def _grow_schedules(self) -> None:
         rows = self._capacity[1]

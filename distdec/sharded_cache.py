@@ -30,6 +30,7 @@ class ShardedCache:
         num_frames: instead of `max_tokens`, the frames of each kvp rank.
         dtype: of the stored keys and values.
         v_head_dim: where values are narrower or wider than keys.
+        group_size: query heads on a KV head, where known; with many of them fewer decode programs share the tiles.
         windows: sliding windows of the model's layers (tokens); 0, full attention, is always served.
         weights: relative share of each kvp rank (integers); None is even.
         shard_min_tokens: sequences up to this length stay on one rank.
@@ -61,6 +62,7 @@ class ShardedCache:
         num_frames: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
         v_head_dim: int | None = None,
+        group_size: int = 1,
         min_chunk: int = 128,
         max_chunk: int = 1024,
         page_size: int = 16,
@@ -77,7 +79,8 @@ class ShardedCache:
             raise ValueError(
                 f"give either max_tokens or num_frames, got max_tokens={max_tokens}, num_frames={num_frames}"
             )
-        for name, size in (("num_layers", num_layers), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        sizes = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "group_size": group_size}
+        for name, size in sizes.items():
             _integer(name, size, 1)
         if num_frames is None:
             min_chunk, max_chunk = _chunk_sizes(min_chunk, max_chunk)
@@ -108,7 +111,7 @@ class ShardedCache:
         self.backend = get_backend(backend, mesh.device) if isinstance(backend, str) else backend
         how = {"windows": windows, "device": mesh.device, "own_apart": own_apart}
         self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, **how)
-        self.buffers.schedule_for(self.pool)
+        self.buffers.schedule_for(self.pool, group_size)
 
     def begin_step(
         self,

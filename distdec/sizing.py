@@ -98,6 +98,7 @@ def make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype:
         num_layers=geometry.num_layers,
         num_kv_heads=geometry.num_kv_heads,
         head_dim=geometry.head_dim,
+        group_size=geometry.group_size,
         max_tokens=size,
         dtype=dtype,
         min_chunk=options.min_chunk,

@@ -138,6 +138,7 @@ class Inputs:
             num_layers=self.copies,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
+            group_size=shape.num_q_heads // shape.num_kv_heads,
             max_tokens=shape.tokens * 5 // 4 + (len(shape.lengths) + 8) * chunking.max_chunk * mesh.kvp_size,
             dtype=dtype,
             min_chunk=chunking.min_chunk,

@@ -59,6 +59,7 @@ class Decoder:
             num_layers=geometry.num_layers,
             num_kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
+            group_size=geometry.group_size,
             max_tokens=context + 64 * STEPS,
             dtype=dtype,
             backend=backend,

@@ -40,7 +40,8 @@ def decode_variant(
 
         # as a step does, once for all layers
         what = (len(shape.lengths), shape.num_kv_heads, shape.q_len, shape.head_dim, q.dtype)
-        spans = options.get("num_spans") or ops.plan_spans(*what, tables.tile_table.shape[0], q.device)
+        group = q.shape[1] // shape.num_kv_heads
+        spans = options.get("num_spans") or ops.plan_spans(*what, tables.tile_table.shape[0], q.device, group)
         options["num_spans"] = spans
         tables = with_schedule(tables, shape.num_kv_heads, spans, options.get("split_tiles", 0))
 

@@ -299,3 +299,24 @@ def test_sinks_of_another_number_of_heads_are_refused_on_one_rank():
     with pytest.raises(ValueError, match=r"expected sinks \[4\]"):
         attention = DistributedAttention(mesh, cache)
         attention(torch.zeros(1, 4, 16), kv, kv, cache.begin_step([(0, 1)]), 0, sinks=torch.zeros(3))
+
+
+def test_a_cache_that_knows_of_a_wide_group_takes_fewer_programs_for_the_same_result():
+    mesh, found = Mesh.single(), []
+    for group_size, spans in ((1, 8), (71, 4)):
+        how = {"head_dim": 16, "max_tokens": 400, "dtype": torch.float16, "backend": "triton"}
+        cache = ShardedCache(mesh, num_layers=1, num_kv_heads=1, group_size=group_size, **how)
+        generator = torch.Generator().manual_seed(3)
+        for pool in (cache.pool.k, cache.pool.v):
+            pool.normal_(generator=generator)
+        q, k, v = (torch.randn(2, heads, 16, generator=generator).half() for heads in (71, 1, 1))
+        for row, length in enumerate((299, 40)):
+            cache.kv.add(row)
+            cache.begin_step([(row, length)])
+        batch = cache.begin_step([(0, 1), (1, 1)])
+        assert batch.decode_tables[0].schedule.num_spans == spans
+        found.append(DistributedAttention(mesh, cache)(q, k, v, batch, 0))
+    torch.testing.assert_close(found[0].out, found[1].out, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(found[0].lse, found[1].lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="group_size"):
+        ShardedCache(mesh, num_layers=1, num_kv_heads=1, group_size=0, **how)

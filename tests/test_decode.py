@@ -340,7 +340,7 @@ def test_the_fitted_launches_are_those_that_were_measured_best():
     assert plan(1) == (256, 16, 64, 4, 3, False)
     assert plan(8) == plan(16) == plan(32) == (256, 16, 64, 8, 3, False)
     assert plan(1, 64, 8) == (256, 64, 64, 4, 3, False)
-    assert plan(1, 71) == plan(1, 128, 8) == (256, 128, 128, 8, 3, True)
+    assert plan(1, 71) == plan(1, 128, 8) == (132, 128, 128, 8, 3, True)
     # 3 rows: no power of two fills the device; 64 rows: spans cross units
     assert plan(3).num_spans == 264
     assert plan(64).num_spans == 264
@@ -350,11 +350,13 @@ def test_the_fitted_launches_are_those_that_were_measured_best():
 
 @pytest.mark.parametrize("q_len", [1, 2, 16])
 @pytest.mark.parametrize("group", [1, 4, 16, 71])
-def test_the_number_of_spans_does_not_depend_on_the_query_heads(q_len, group):
-    """A step fixes it before the queries are there."""
+def test_the_number_of_spans_depends_on_query_heads_only_where_a_program_fills_a_multiprocessor(q_len, group):
     for rows in (1, 8, 16, 40):
-        plan = decode_launch_plan(rows, 8, q_len * group, 128, 2, 10**6, HOPPER, q_len=q_len)
-        assert plan.num_spans == decode_launch_plan(rows, 8, q_len, 128, 2, 10**6, HOPPER, q_len=q_len).num_spans
+        for size, device in ((2, HOPPER), (4, HOPPER), (2, AMPERE)):
+            plan = decode_launch_plan(rows, 8, q_len * group, 128, size, 10**6, device, q_len=q_len)
+            few = decode_launch_plan(rows, 8, 1, 128, size, 10**6, device).num_spans
+            assert plan.descriptors == (q_len * group > 64 and size == 2 and device is HOPPER)
+            assert plan.num_spans == (132 if plan.descriptors else few)
 
 
 def test_a_schedule_of_the_step_is_used_and_another_one_is_not():

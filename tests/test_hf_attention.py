@@ -98,7 +98,7 @@ def test_shares_for_ranks_that_do_not_exist_are_refused():
 def test_geometry_names_every_window_once():
     from distdec.hf import check_model
 
-    assert check_model(tiny_model("gemma2", "distdec", device="meta")) == (3, 2, 16, (7,))
+    assert check_model(tiny_model("gemma2", "distdec", device="meta")) == (3, 2, 16, (7,), 4)
     assert check_model(tiny_model("qwen2", "distdec", device="meta")).windows == ()
 
 

@@ -140,6 +140,7 @@ class DistributedCache(Cache):
             num_layers=geometry.num_layers,
             num_kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
+            group_size=geometry.group_size,
             max_tokens=max_tokens,
             dtype=dtype or parameter.dtype,
             windows=geometry.windows,

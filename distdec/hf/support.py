@@ -34,6 +34,7 @@ class Geometry(NamedTuple):
     num_kv_heads: int
     head_dim: int
     windows: tuple[int, ...]
+    group_size: int
 
 
 def check_model(model: Any, mesh: Mesh | None = None, *, engine: bool = False) -> Geometry:
@@ -62,7 +63,8 @@ def check_model(model: Any, mesh: Mesh | None = None, *, engine: bool = False) -
         check_mesh(model, mesh)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     windows = {layer_window(config, i) for i in range(config.num_hidden_layers)}
-    return Geometry(config.num_hidden_layers, kv_heads // tp_size, head_dim, tuple(sorted(windows - {0})))
+    group = config.num_attention_heads // kv_heads
+    return Geometry(config.num_hidden_layers, kv_heads // tp_size, head_dim, tuple(sorted(windows - {0})), group)
 
 
 def config_reasons(config: Any) -> list[str]:

@@ -248,8 +248,8 @@ def decode_launch_plan(
     """Choose spans and tile shape; the one place where the cost of a decode call is judged.
 
     Args:
-        packed_rows: `q_len * G`, rows that share a KV head's keys. Does not enter the number of spans, which is fixed
-            when a step begins, before any query is there.
+        packed_rows: `q_len * G`, rows that share a KV head's keys. Spans are fixed when a step begins, before any query
+            is there: what enters their number must follow from what `plan_spans` is told.
         head_dim: the wider of key and value size.
         tile_capacity: most tiles that the tables can hold.
         deterministic: choose from head size and type alone, so that bits do not follow the batch or q_len.
@@ -266,7 +266,7 @@ def decode_launch_plan(
 
         One row of 1M under 71 query heads on one KV head (30 Nov 2026, 128 rows a tile): 128/8/3 x 132 by the copy
         engine and without masks 144.3, the same without the copy engine 166.0, with masks 189.4, and 64/8/3 x 256 with
-        masks 206.7. One program fills a multiprocessor there, so that 256 spans take two rounds.
+        masks 206.7. One program fills a multiprocessor there, so that 256 spans would take two rounds.
     """
     # more than 64 rows without warp-group products spill registers: those rows read the keys twice instead
     largest = 128 if device.warp_group_products else 64
@@ -278,10 +278,11 @@ def decode_launch_plan(
         num_warps = 8 if block_m == largest else 4
     elif num_rows > 1 and not (deterministic or element_bytes == 4 or q_len > 1) and device.warp_group_products:
         num_warps = 8
-    num_spans = max(1, min(spread(units, device.multiprocessors * PER_SM), tile_capacity * num_kv_heads))
+    num_spans = spread(units, device.multiprocessors * PER_SM)
     descriptors = block_m == 128 and element_bytes == 2 and dim == head_dim <= 128
     if descriptors:
-        block_n = min(128, tile_tokens)
+        num_spans, block_n = device.multiprocessors, min(128, tile_tokens)
+    num_spans = max(1, min(num_spans, tile_capacity * num_kv_heads))
     return DecodePlan(num_spans, block_m, block_n, num_warps, 3, descriptors)
 
 
@@ -300,13 +301,25 @@ def spread(units: int, resident: int) -> int:
 
 
 def plan_spans(
-    num_rows: int, num_kv_heads: int, q_len: int, head_dim: int, dtype: torch.dtype, tile_capacity: int, device: Any
+    num_rows: int,
+    num_kv_heads: int,
+    q_len: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    tile_capacity: int,
+    device: Any,
+    group_size: int = 1,
 ) -> int:
-    """Return the spans of a step's decode rows, which are fixed before the queries are there."""
-    plan = decode_launch_plan(
-        num_rows, num_kv_heads, q_len, head_dim, dtype.itemsize, tile_capacity, device_limits(device), q_len=q_len
-    )
-    return plan.num_spans
+    """Return the spans of a step's decode rows, which are fixed before the queries are there.
+
+    Args:
+        group_size: query heads on a KV head, as far as it is known: with more of them than that, results are the same.
+    """
+    packed, size = q_len * group_size, dtype.itemsize
+    limits = device_limits(device)
+    return decode_launch_plan(
+        num_rows, num_kv_heads, packed, head_dim, size, tile_capacity, limits, q_len=q_len
+    ).num_spans
 
 
 def check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
