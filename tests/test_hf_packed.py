@@ -26,8 +26,8 @@ class MetaAttention:
         self.mesh = Mesh.single("cpu")
         self.calls = []
 
-    def __call__(self, q, k, v, batch, layer, *, scale, window, softcap, sinks):
-        assert k.shape == (q.shape[0], 2, 16)
+    def __call__(self, q, k, v, batch, layer, *, scale, window, softcap, sinks, following):
+        assert k.shape == (q.shape[0], 2, 16) and following is None
         self.calls.append((layer, window, softcap, None if sinks is None else tuple(sinks.shape)))
         return Partial(q.new_empty(q.shape[0], q.shape[1] * v.shape[-1]), None)
 
