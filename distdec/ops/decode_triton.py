@@ -289,9 +289,9 @@ def decode_launch_plan(
 def spread(units: int, resident: int) -> int:
     """Return how many spans units get: the same number each where that nearly fills the device, else a full device.
 
-    A power of two a unit comes first, since lengths that are one then split without a rest. More units than programs are
-    dealt out whole, the same number to each program, under the same condition: 64 rows of 8K on 8 KV heads took 478 us
-    so, and 498 cut into 264 on an H200.
+    A power of two a unit comes first, since lengths that are one then split without a rest. More units than programs
+    are dealt out whole, the same number to each program, under the same condition: 64 rows of 8K on 8 KV heads took
+    478 us so, and 498 cut into 264 on an H200.
 
     Example: 8 units and room for 264 programs: 32 each, 256; 24 units: 11 each, 264; 100 units: 264; 512 units: two to
     a span, 256.
