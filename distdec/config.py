@@ -84,7 +84,7 @@ class ParallelConfig:
         ),
     )
     overlap: str = field(
-        default="none",
+        default="store",
         metadata=_help(
             "what a decode step does while messages are on their way: none; store: a row's new token is attended to "
             "apart from the older ones, and stored by the kernel that joins and merges the partials; fetch: kernels "
