@@ -10,6 +10,7 @@ from torch import Tensor
 
 from distdec.batch import StepBatch
 from distdec.merge import CollectiveMerge, Merge, Merged, make_merge
+from distdec.merge_choice import deterministic_mode
 from distdec.mesh import Mesh
 from distdec.one_shot import OneShotMerge
 from distdec.ops.own import OwnTokens, add_own
@@ -30,6 +31,9 @@ class DistributedAttention:
         merge: merge mode, or a merge object made by `make_merge`.
         out_dtype: of the output; None is the queries' dtype.
 
+    Raises:
+        ValueError: a merge whose bits follow the size of a step, with a deterministic cache.
+
     Source: partial softmax as in FlashDecoding (Dao et al., 2023); the merge is
     `out = sum_r exp(lse_r - lse) out_r`, `lse = ln sum_r exp(lse_r)` over the ranks r.
     """
@@ -44,6 +48,9 @@ class DistributedAttention:
     ) -> None:
         self.mesh = mesh
         self.cache = cache
+        if cache.layout.deterministic:
+            mode = deterministic_mode(merge if isinstance(merge, str) else merge.mode)
+            merge = mode if isinstance(merge, str) else merge
         self.merge = make_merge(merge, mesh) if isinstance(merge, str) else merge
         self.out_dtype = out_dtype
         self._checked: tuple[Any, ...] = ()
@@ -199,6 +206,9 @@ class DistributedAttention:
             some = slice(part.first_token, part.first_token + part.num_tokens)
             q, positions = q[some], positions[some]
         indptr = () if name == "decode" else (part.q_indptr,)
+        if name == "decode" and batch.split_tiles:
+            # foreign ops need not know of it
+            options = {**options, "split_tiles": batch.split_tiles}
         return op(q, *pools, tables, positions, *indptr, part.max_q_len, **options)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, tokens: int) -> None:

@@ -25,7 +25,7 @@ from distdec.cache.layout import MAX_INDEX
 from distdec.cache.pool import KVPool
 from distdec.cache.sequence import ViewTable
 from distdec.ops.backends import OpsBackend
-from distdec.ops.spans import empty_schedule, max_partials
+from distdec.ops.spans import FIXED_SPLIT_TILES, empty_schedule, max_partials
 from distdec.ops.tables import KVTables, Schedule
 from distdec.row_tables import NO_PADDING, Padding, RowTables, StepShape, cumulate, shape_of
 
@@ -58,6 +58,7 @@ class StepBatch:
     Attributes:
         own_apart: the tables leave out the new token of every row, and layers attend to it apart; only in steps of
             nothing but decode rows of one token.
+        split_tiles: above 0, decode cuts every row at multiples of so many tiles; see `decode`.
     """
 
     num_tokens: int
@@ -68,6 +69,7 @@ class StepBatch:
     decode_tables: dict[int, KVTables]
     prefill_tables: dict[int, KVTables]
     own_apart: bool = False
+    split_tiles: int = 0
 
     def tables(self, section: str, window: int) -> KVTables:
         """Return the tables of one section for layers with this sliding window (0 = none).
@@ -87,14 +89,15 @@ class StepBuffers:
     """Static tensors of a step on one rank, filled in place from the integer cache.
 
     Args:
-        kv: the integer cache, the same on every rank.
+        kv: the integer cache, the same on every rank. Where its layout is deterministic, so are the decode rows.
         kvp_rank: whose slots and tables to fill in.
         backend: ops backend; its `tile_tokens` cuts the views.
         windows: sliding windows that layers will ask for; 0 is always there.
         max_tokens, max_rows, max_views: capacities; they grow when a step needs more, which moves the tensors
             (`generation` counts those moves, so a captured graph can tell that it is stale).
         device: where the tables live.
-        own_apart: leave the new tokens of steps that allow it out of the tables; see `StepBatch`.
+        own_apart: leave the new tokens of steps that allow it out of the tables; see `StepBatch`. Not with
+            deterministic rows: a step with a prompt beside them does not allow it, and would round differently.
     """
 
     def __init__(
@@ -111,7 +114,8 @@ class StepBuffers:
         own_apart: bool = False,
     ) -> None:
         self.kv = kv
-        self.own_apart = own_apart
+        self.split_tiles = FIXED_SPLIT_TILES if kv.layout.deterministic else 0
+        self.own_apart = own_apart and not self.split_tiles
         self.kvp_rank = kvp_rank
         self.backend = backend
         self.tile_tokens = backend.tile_tokens(kv.layout)
@@ -330,6 +334,7 @@ class StepBuffers:
             decode_tables={w: self._scheduled(w, self._tables(w, 0, rows, 0), shape.q_len) for w in self.windows},
             prefill_tables={w: self._tables(w, rows, shape.prefill_rows, 1) for w in self.windows},
             own_apart=self._leaves_out(shape),
+            split_tiles=self.split_tiles,
         )
 
     def _tables(self, window: int, first_row: int, num_rows: int, section: int) -> KVTables:
@@ -352,7 +357,8 @@ class StepBuffers:
         rows = self._capacity[1]
         spans = max(self._num_spans(r, q_len) for r in range(1, rows + 1) for q_len in (1, 2))
         if spans and self._pool is not None:
-            schedules = {w: empty_schedule(rows, self._pool.num_kv_heads, spans, 0, self.device) for w in self.windows}
+            sizes = (rows, self._pool.num_kv_heads, spans, self.tile_table.shape[0])
+            schedules = {w: empty_schedule(*sizes, self.device, self.split_tiles) for w in self.windows}
             self._schedules = {w: (schedule.entries, schedule.ranges) for w, schedule in schedules.items()}
 
     def _scheduled(self, window: int, tables: KVTables, q_len: int) -> KVTables:
@@ -361,8 +367,9 @@ class StepBuffers:
         if not spans or self._pool is None:
             return tables
         heads, (entries, ranges) = self._pool.num_kv_heads, self._schedules[window]
-        used = spans + max_partials(spans, rows, heads, 0)
-        return tables._replace(schedule=Schedule(entries[:used], ranges[: rows * heads], heads, spans))
+        used = spans + max_partials(spans, rows, heads, self.tile_table.shape[0], self.split_tiles)
+        schedule = Schedule(entries[:used], ranges[: rows * heads], heads, spans, self.split_tiles)
+        return tables._replace(schedule=schedule)
 
 
 def _round_up(n: int) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 
+from distdec.config_keys import flatten
 from distdec.degrees import validate_layout
 from distdec.request import SamplingParams, _check_float, _check_int, _help
 
@@ -18,6 +19,8 @@ QUERY_MODES = ("auto", "replicate", "gather")
 EXPERT_MODES = ("auto", "width", "expert")
 MERGE_TRANSPORTS = ("float32", "bfloat16", "float8_e4m3")
 MERGE_MODES = ("auto", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "one_shot", "one_shot_scatter")
+# one way for every size of a step, partials folded in rank order; each output form has one
+DETERMINISTIC_MERGES = ("all_gather", "all_to_all")
 REDUCE_MODES = ("auto", "nccl", "one_shot")
 OVERLAPS = ("none", "store", "fetch", "both")
 BACKENDS = ("auto", "reference", "triton")
@@ -278,10 +281,19 @@ class BackendConfig:
             "the model's layers through torch.compile, some 10 s at the first start: auto (on cuda), on, off"
         ),
     )
+    deterministic: bool = field(
+        default=False,
+        metadata=_help(
+            "attention of a decode row has the same bits whatever rows share its steps; prefixes are then shared in "
+            f"whole frames, parallel.merge is {' or '.join(DETERMINISTIC_MERGES)}, and parallel.overlap does not store"
+        ),
+    )
 
     def __post_init__(self) -> None:
         _one_of("backend.graphs", self.graphs, SWITCH)
         _one_of("backend.compile", self.compile, SWITCH)
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"backend.deterministic must be true or false, got {self.deterministic!r}")
         if not isinstance(self.name, str) or not self.name:
             raise ValueError(f"backend.name must name a backend ({', '.join(BACKENDS)}), got {self.name!r}")
 
@@ -341,6 +353,9 @@ class Config(SamplingParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         _one_of("on_error", self.on_error, ON_ERROR)
+        if self.backend.deterministic and self.parallel.merge not in ("auto", *DETERMINISTIC_MERGES):
+            legal = ", ".join(("auto", *DETERMINISTIC_MERGES))
+            raise ValueError(f"backend.deterministic goes with parallel.merge {legal}, got {self.parallel.merge!r}")
         inputs = {"prompt": self.prompt, "prompt_file": self.prompt_file, "prompts": self.prompts}
         given = [f"{name}=" for name, value in inputs.items() if value is not None]
         if len(given) > 1:
@@ -372,29 +387,3 @@ class Config(SamplingParams):
         Kept by key, so that a start with different configs can name what differs.
         """
         return {key: hashlib.sha256(json.dumps(value).encode()).digest() for key, value in flatten(self)}
-
-
-def flatten(config: object, prefix: str = "") -> list[tuple[str, object]]:
-    """Return (dotted key, value) of every leaf of a config dataclass, in the order of declaration."""
-    pairs: list[tuple[str, object]] = []
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
-        value = getattr(config, item.name)
-        key = f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(value):
-            pairs += flatten(value, f"{key}.")
-        else:
-            pairs.append((key, value))
-    return pairs
-
-
-def describe(config_class: type = Config, prefix: str = "") -> list[tuple[str, object, str]]:
-    """Return (dotted key, default, help text) of every leaf of a config dataclass, in the order of declaration."""
-    rows: list[tuple[str, object, str]] = []
-    for item in dataclasses.fields(config_class):
-        key = f"{prefix}{item.name}"
-        default = item.default_factory() if item.default_factory is not dataclasses.MISSING else item.default
-        if dataclasses.is_dataclass(default):
-            rows += describe(type(default), f"{key}.")
-        else:
-            rows.append((key, default, item.metadata["help"]))
-    return rows

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from distdec.config import DETERMINISTIC_MERGES
+
 # mode -> (output replicated, collectives a call)
 _MODES = {"all_gather": (True, 1), "all_reduce": (True, 2), "all_to_all": (False, 1), "reduce_scatter": (False, 2)}
 
@@ -70,3 +72,20 @@ def choose_mode(
         f"over {num_ranks} ranks on {device_type}"
     )
     return Choice(best, reason)
+
+
+def deterministic_mode(mode: str, replicated: bool = True) -> str:
+    """Return the mode of a merge whose bits do not follow the size of a step: `mode`, or for "auto" the form's own.
+
+    Libraries add in an order that may change with the size of a message, and `one_shot` joins splits in its kernel only
+    in steps without prompts, and hands large ones to another mode.
+
+    Raises:
+        ValueError: a mode that is not like that.
+    """
+    gather, scatter = DETERMINISTIC_MERGES
+    if mode == "auto":
+        return gather if replicated else scatter
+    if mode not in DETERMINISTIC_MERGES:
+        raise ValueError(f"a deterministic cache goes with merge {gather}, {scatter} or auto, got {mode!r}")
+    return mode

@@ -83,7 +83,8 @@ class Runner:
         geometry = check_model(model, mesh, engine=True)
         dtype = DTYPES[resolve_dtype(config.model.dtype, mesh.device)]
         memory = memory or memory_of(mesh)
-        merge = merge_for(model, mesh, config.parallel.merge, config.parallel.transport)
+        options, deterministic = config.parallel, config.backend.deterministic
+        merge = merge_for(model, mesh, options.merge, options.transport, deterministic=deterministic)
         total = rank_sum_of(model)
         if total is not None:
             total.choose(config.parallel.reduce, mesh, config.parallel.timeout_s)

@@ -40,10 +40,18 @@ class ShardedCache:
         host_bytes: host memory that this rank takes to keep preempted requests of an engine; 0: none.
         own_apart: in steps of nothing but decode rows of one token, layers attend to the new tokens apart from the
             older ones, and store them in the kernel that joins the splits instead of in one before.
+        deterministic: attention of a decode row has the same bits whatever rows share its steps, and however the pool
+            was used before; what that takes is in docs/numerics.md. Merges are `all_gather` or `all_to_all`, own_apart
+            is off, prefixes are shared in whole frames (`page_size` is `min_chunk`), every sequence begins on the same
+            rank, tiles divide a frame (so `min_chunk` should be 128 or more), and decode is slower: splits of 16
+            tiles whatever the number of programs, query rows in tiles of 16. Its partials follow the capacity of the
+            tables instead of the programs: `(views * max_chunk / tile / 16 + rows) * KV heads` of them, each of
+            `q_len * G * (Dv + 1)` floats, reserved in each call (67 MB for 8,192 views, 8 KV heads, G 4, Dv 128 and one
+            token a row).
 
     Raises:
-        ValueError: neither or both of `max_tokens` and `num_frames`, a size below 1, a dtype that cannot be stored, or
-            a layout that `CacheLayout` refuses.
+        ValueError: neither or both of `max_tokens` and `num_frames`, a size below 1, a dtype that cannot be stored, a
+            layout that `CacheLayout` refuses, or a deterministic cache on a backend that has no fixed splits.
 
     Example:
         >>> cache = ShardedCache(mesh, num_layers=2, num_kv_heads=2, head_dim=64, max_tokens=4096)
@@ -74,6 +82,7 @@ class ShardedCache:
         prefix_caching: bool = True,
         host_bytes: int = 0,
         own_apart: bool = False,
+        deterministic: bool = False,
     ) -> None:
         if (max_tokens is None) == (num_frames is None):
             raise ValueError(
@@ -103,12 +112,15 @@ class ShardedCache:
             page_size=page_size,
             weights=None if weights is None else tuple(weights),
             shard_min_tokens=shard_min_tokens,
+            deterministic=deterministic,
         )
         self.kv = KVCache(self.layout, placement=placement)
         slots = self.layout.num_frames[mesh.kvp_rank] * min_chunk
         self.pool = KVPool(num_layers, slots, num_kv_heads, head_dim, dtype, mesh.device, v_head_dim=v_head_dim)
         self.host = HostPool(self.kv, self.pool, mesh.kvp_rank, host_bytes) if host_bytes else None
         self.backend = get_backend(backend, mesh.device) if isinstance(backend, str) else backend
+        if deterministic and not self.backend.fixed_splits:
+            raise ValueError(f"deterministic rows need a backend with fixed splits; {self.backend.name!r} has none")
         how = {"windows": windows, "device": mesh.device, "own_apart": own_apart}
         self.buffers = StepBuffers(self.kv, mesh.kvp_rank, self.backend, **how)
         self.buffers.schedule_for(self.pool, group_size)

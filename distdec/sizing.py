@@ -111,6 +111,7 @@ def make_cache(mesh: Mesh, geometry: Geometry, config: Config, size: int, dtype:
         host_bytes=int(options.host_gb * GIB),
         backend=config.backend.name,
         own_apart=config.parallel.overlap in ("store", "both"),
+        deterministic=config.backend.deterministic,
     )
 
 

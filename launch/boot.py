@@ -33,7 +33,8 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from distdec.config import Config, describe
+from distdec.config import Config
+from distdec.config_keys import describe
 from launch.assets import cache_root
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def help_text() -> str:
         options = ", ".join(sorted(path.stem for path in folder.glob("*.yaml")))
         lines.append(f"  {folder.name}: {options}")
     lines += ["", "== Keys (key=value) ==", ""]
-    rows = describe()
+    rows = describe(Config)
     width = max(len(f"{key}={_shown(default)}") for key, default, _ in rows)
     lines += [f"  {f'{key}={_shown(default)}':<{width}}  {text}" for key, default, text in rows]
     lines += [

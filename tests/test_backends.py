@@ -1,13 +1,13 @@
 """Choosing ops by name, and the probe that refuses foreign ops with another LSE."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import DECODE_CASES, build, truth
 from compare import close_partial
 
+from distdec.cache.layout import CacheLayout
 from distdec.ops.backends import OpsBackend, get_backend, register_backend
 from distdec.ops.decode import decode
 from distdec.ops.partial import Partial
@@ -41,8 +41,12 @@ def test_a_backend_object_passes_through():
 
 
 def test_reference_tiles_are_whole_views():
-    layout = SimpleNamespace(max_chunk=512)
+    layout = CacheLayout((1,), max_chunk=512)
     assert get_backend("reference", "cpu").tile_tokens(layout) == 512
+    for min_chunk, tiles in ((128, 128), (64, 64), (192, 64)):
+        fixed = CacheLayout((1,), min_chunk=min_chunk, max_chunk=4 * min_chunk, deterministic=True)
+        assert get_backend("reference", "cpu").tile_tokens(fixed) == min_chunk
+        assert get_backend("triton", "cpu").tile_tokens(fixed) == tiles
 
 
 def test_sound_foreign_ops_are_accepted_and_work():

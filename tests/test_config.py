@@ -15,9 +15,8 @@ from distdec.config import (
     ParallelConfig,
     SchedulerConfig,
     WorkloadConfig,
-    describe,
-    flatten,
 )
+from distdec.config_keys import describe, flatten
 from distdec.request import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -123,7 +122,7 @@ def test_a_layout_that_is_not_the_world_is_refused_with_all_numbers(kvp, tp, wor
 
 
 def test_every_key_has_a_help_text_and_the_default_of_its_class():
-    rows = describe()
+    rows = describe(Config)
     assert [key for key, _, _ in rows] == [key for key, _ in flatten(Config())]
     assert [default for _, default, _ in rows] == [value for _, value in flatten(Config())]
     assert all(len(text) > 10 for _, _, text in rows)

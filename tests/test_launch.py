@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from distdec.config import Config, ModelConfig, describe
+from distdec.config import Config, ModelConfig
+from distdec.config_keys import describe
 from distdec.engine import Completion
 from distdec.request import FinishReason, SamplingParams
 from launch import boot, console, generate, plan
@@ -52,7 +53,7 @@ def test_every_option_file_says_what_it_sets(option):
 
 def test_help_lists_every_key_and_every_option_file():
     text = boot.help_text()
-    for key, default, meaning in describe():
+    for key, default, meaning in describe(Config):
         assert f"  {key}={boot._shown(default)} " in text
         assert meaning.replace("$", "") in text
     for option in OPTIONS:

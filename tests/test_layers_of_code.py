@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # a module may import its own level and the levels below; the longest matching name counts. A new module needs a place.
 LEVELS = {
     "distdec.config": 0,
+    "distdec.config_keys": 0,
     "distdec.request": 0,
     "distdec.degrees": 0,
     "distdec.ops": 0,
@@ -59,6 +60,7 @@ LEVELS = {
 }
 TORCH_FREE = (
     "distdec.config",
+    "distdec.config_keys",
     "distdec.degrees",
     "distdec.request",
     "distdec.progress",

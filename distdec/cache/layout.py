@@ -95,6 +95,10 @@ class CacheLayout:
         page_size: tokens in a page, the unit of prefix hits.
         weights: one integer for each rank, its share of every long sequence (memory or bandwidth); None: equal.
         shard_min_tokens: sequences up to this length stay on one rank. Rounded up to whole frames.
+        deterministic: while no rank's pool is full, the rank of a token follows from its position and the weights
+            alone, and every view begins at a multiple of `min_chunk` tokens of its sequence: a page is then a frame,
+            whatever `page_size` says. (A fork still begins a view wherever it is.) Every sequence begins on the same
+            rank, so many short ones fill that rank first.
 
     Raises:
         ValueError: on a value out of range, with the received and the legal values.
@@ -106,6 +110,7 @@ class CacheLayout:
     page_size: int = 16
     weights: tuple[int, ...] | None = None
     shard_min_tokens: int = 0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         """Check and normalise every field."""
@@ -124,7 +129,7 @@ class CacheLayout:
             "num_frames": frames,
             "min_chunk": min_chunk,
             "max_chunk": max_chunk,
-            "page_size": _integer("page_size", self.page_size, 1),
+            "page_size": min_chunk if self.deterministic else _integer("page_size", self.page_size, 1),
             "weights": None if self.weights is None else weights,
             "shard_min_tokens": _integer("shard_min_tokens", self.shard_min_tokens, 0),
         }
@@ -157,6 +162,16 @@ class CacheLayout:
 
     def frames_at(self, position: int) -> int:
         """Return the wanted frames of a chunk whose first token is at `position` of its sequence.
+
+        They are those of its run, or in a deterministic layout what is left of it: runs are dealt to ranks whole, also
+        where the pool has only shorter chunks.
+        """
+        frames = self.run_frames(position)
+        within = position // self.min_chunk % frames if self.deterministic else 0
+        return 1 << ((frames - within).bit_length() - 1)
+
+    def run_frames(self, position: int) -> int:
+        """Return the frames that are dealt to one rank together where the sequence has reached `position`.
 
         Chunks lengthen with the sequence: the largest legal chunk that is at most a quarter of the tokens before it.
         So what a sequence reserves but does not use is below `max(min_chunk, length / 4)`, and below `max_chunk`.

@@ -24,6 +24,7 @@ class Placer:
         self._hook = hook
         self._home = 0 if hook else layout.home_tokens
         self._weights = layout.rank_weights
+        self._fixed = layout.deterministic
         self._min_chunk = layout.min_chunk
 
     def demand(self, rows: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
@@ -167,22 +168,30 @@ class Placer:
     def _rank(self, seq: Sequence) -> int:
         """Return the rank for the next chunk: home, or least weighted load of the sequence, of all, lowest rank.
 
+        In a deterministic layout a run that was begun goes on where it is, and the load of all does not count.
         Weighted loads `a / v` and `b / w` are compared as `a * w` and `b * v`: no rounding, the same on every machine.
         """
         available = self._ledger.available
-        if seq.spans and seq.length < self._home and available(seq.spans[-1].rank):
+        stays = seq.length < self._home or (self._fixed and self._within_run(seq.length))
+        if seq.spans and stays and available(seq.spans[-1].rank):
             return seq.spans[-1].rank
         loads, tokens, weights = seq.loads, self.tokens, self._weights
         best = -1
         for rank, weight in enumerate(weights):
             if best >= 0:
                 ours, theirs = loads[rank] * weights[best], loads[best] * weight
-                if ours > theirs or (ours == theirs and tokens[rank] * weights[best] >= tokens[best] * weight):
+                tied = self._fixed or tokens[rank] * weights[best] >= tokens[best] * weight
+                if ours > theirs or (ours == theirs and tied):
                     continue
             if available(rank):
                 best = rank
         require(best >= 0, "a chunk was asked for, and no rank has an available frame")
         return best
+
+    def _within_run(self, position: int) -> bool:
+        """Say whether a run is under way at `position`; a sequence that leaves its home begins one."""
+        frames = position // self._min_chunk
+        return position != self._home and frames % self._layout.run_frames(position) != 0
 
     def _runs(self, seq: Sequence, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield (rank, tokens, room in the frame that they continue) for each run of tokens hooked to one rank."""

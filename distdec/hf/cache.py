@@ -147,7 +147,8 @@ class DistributedCache(Cache):
             **options,
         )
         mesh.check_same("distributed cache", repr((geometry, core.layout, core.pool.k.dtype, merge)).encode())
-        attention = DistributedAttention(mesh, core, merge=merge_for(model, mesh, merge))
+        chosen = merge_for(model, mesh, merge, deterministic=core.layout.deterministic)
+        attention = DistributedAttention(mesh, core, merge=chosen)
         forward = inspect.signature(model.forward).parameters
         self._start(core, attention, geometry.num_layers, "cache" if "cache" in forward else "past_key_values")
         self._ids: Iterator[int] = itertools.count()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from distdec.degrees import validate_layout
 from distdec.merge import Merge, make_merge
+from distdec.merge_choice import deterministic_mode
 from distdec.mesh import Mesh
 from distdec.rank_sum import RankSum
 
@@ -123,7 +124,7 @@ def _kv_heads_held(model: Any, group_size: int) -> int | None:
     return None
 
 
-def merge_for(model: Any, mesh: Mesh, mode: str, transport: str = "float32") -> Merge:
+def merge_for(model: Any, mesh: Mesh, mode: str, transport: str = "float32", *, deterministic: bool = False) -> Merge:
     """Build the merge that a model's output projection can take.
 
     A projection that `parallel.shard` cut takes scattered columns as well as whole rows, and `auto` then scatters,
@@ -131,15 +132,18 @@ def merge_for(model: Any, mesh: Mesh, mode: str, transport: str = "float32") -> 
 
     Args:
         mode, transport: as in `make_merge`.
+        deterministic: for a deterministic cache; see `deterministic_mode`.
 
     Raises:
-        ValueError: the model was sharded for another mesh, or it was not and the mode scatters.
+        ValueError: the model was sharded for another mesh, or it was not and the mode scatters, or the mode is not
+            deterministic.
 
     Notes:
         Collective: as `make_merge`.
     """
     check_mesh(model, mesh)
     whole = sharding_of(model) is None
+    mode = deterministic_mode(mode, whole) if deterministic else mode
     config = model.config.get_text_config()
     heads = config.num_attention_heads // mesh.tp_size
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -25,7 +25,7 @@ class OpsBackend:
     `preferred_tile_tokens` is the tile that the kernels are built for; None means a tile may be as long as a view.
     The other optional ops come with `decode_splits`: `plan_spans` and `derive_spans` deal a step's tiles to programs,
     once for all layers; `finish_splits`, which adds a step's own tokens too (`own.py`), and `fold_ranks` turn partials
-    into what a layer hands on.
+    into what a layer hands on. `fixed_splits`: decode takes `split_tiles`, and keeps what it promises.
     """
 
     name: str
@@ -39,10 +39,15 @@ class OpsBackend:
     derive_spans: Callable[..., None] | None = None
     finish_splits: Callable[..., Partial] | None = None
     fold_ranks: Callable[..., None] | None = None
+    fixed_splits: bool = False
 
     def tile_tokens(self, layout: Any) -> int:
-        """Return the tile size for a `CacheLayout`: the preferred one, or the longest view's tokens."""
-        return self.preferred_tile_tokens or layout.max_chunk
+        """Return the tile size for a `CacheLayout`: the preferred one, or the longest view's tokens.
+
+        In a deterministic layout one that divides a frame: tiles are then the same however frames make up chunks.
+        """
+        tokens: int = self.preferred_tile_tokens or layout.max_chunk
+        return math.gcd(tokens, layout.min_chunk) if layout.deterministic else tokens
 
 
 def get_backend(backend: str | OpsBackend, device: torch.device | str) -> OpsBackend:
@@ -105,7 +110,7 @@ def _reference() -> OpsBackend:
     from distdec.ops.schedule import derive_tiles
     from distdec.ops.store_kv import store_kv
 
-    return OpsBackend("reference", store_kv, decode, prefill, derive_tiles)
+    return OpsBackend("reference", store_kv, decode, prefill, derive_tiles, fixed_splits=True)
 
 
 def _triton(device: torch.device) -> OpsBackend:
@@ -133,6 +138,7 @@ def _triton(device: torch.device) -> OpsBackend:
         derive_spans,
         partial(combine_splits, plans=plans),
         partial(fold_ranks, plans=plans),
+        fixed_splits=True,
     )
 
 

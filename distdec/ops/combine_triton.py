@@ -323,11 +323,11 @@ def _prepare_combine(splits: Splits, finish: bool, has_sinks: bool, own: OwnToke
 
     Few rows are cut into columns, since a program of one warp adds partials without a barrier: on an H200 the join of
     32 partials of 32 heads took 2.1 us in four parts of a warp, 2.9 in one of four warps; from 1,024 heads on two parts
-    and then one are faster.
+    and then one are faster. The deterministic schedule has four always: the order of a sum follows the tile's layout.
     """
     dim, num_outputs = splits.head_dim, splits.num_tokens * splits.num_q_heads
     block_dv = triton.next_power_of_2(dim)
-    parts = 4 if num_outputs <= 512 else 2 if num_outputs <= 1024 else 1
+    parts = 4 if num_outputs <= 512 or splits.split_tiles > 0 else 2 if num_outputs <= 1024 else 1
     width = max(min(32, block_dv), block_dv // parts)
     block = combine_block(splits)
     constants = (splits.num_kv_heads, splits.group_size, splits.q_len, dim, width, block, finish)

@@ -22,6 +22,10 @@ import torch
 
 from distdec.ops.tables import KVTables, Schedule
 
+FIXED_SPLIT_TILES = 16
+"""Tiles of a piece where layers ask for the deterministic schedule: 2,048 tokens of the default layout. A row of 8K
+under 8 KV heads still makes 32 pieces, and the join of one of 128K takes four rounds of loads."""
+
 
 def max_partials(num_spans: int, num_rows: int, num_kv_heads: int, tile_capacity: int, split_tiles: int = 0) -> int:
     """Return how many partials a call may number: spans + units, or the pieces of the deterministic schedule."""
