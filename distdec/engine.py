@@ -24,7 +24,7 @@ from distdec.capacity import no_room
 from distdec.completion import Completion, from_words, to_words
 from distdec.config import SchedulerConfig
 from distdec.detokenize import TextStream
-from distdec.progress import RequestState
+from distdec.progress import RequestState, TokenEvent
 from distdec.replay import Replay
 from distdec.request import FinishReason, PlanKind, Request, SamplingParams, StepPlan
 from distdec.row_tables import NO_PADDING
@@ -36,21 +36,12 @@ from distdec.speculative import Proposer, verify
 _SHARE_WORDS = 1 << 18  # integers a message, well below what a mesh agrees on at once
 
 
-class StepEvent(NamedTuple):
-    """A new token of a request, the text that became certain with it, and why it ended, if it did."""
-
-    request_id: int
-    token_id: int | None
-    text: str
-    finish_reason: FinishReason | None
-
-
 @dataclass(frozen=True)
 class StepResult:
     """A step's plan, and on rank 0 what it brought."""
 
     plan: StepPlan
-    events: tuple[StepEvent, ...] = ()
+    events: tuple[TokenEvent, ...] = ()
     completions: tuple[Completion, ...] = ()
 
     @property
@@ -120,6 +111,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.peak_tokens = 0
         self._live: dict[int, _Live] = {}
+        # those of them without a token so far
+        self._silent: set[int] = set()
         self._next_id = 0
         self._next: _Launched | None = None
         # a plan whose tokens are not told yet, and on rank 0 those tokens
@@ -156,6 +149,7 @@ class Engine:
         text = None if self.tokenizer is None else TextStream(self._decode, params.stop)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         self._live[request.request_id] = _Live(seed, text)
+        self._silent.add(request.request_id)
         return request.request_id
 
     def check(self, request: Request) -> None:
@@ -186,7 +180,7 @@ class Engine:
         assert step is not None, "a HOLD without a step under way"
         self._next = None
         if step.plan.followed:
-            self._next = self._launch(self._agree(lambda: self.scheduler.ahead(step.plan)))
+            self._next = self._launch(self._agree(lambda: self.scheduler.ahead(step.plan), step.plan))
         return self._commit(step.plan, self._sample(step) if self.mesh.is_leader else {})
 
     def _launch(self, plan: StepPlan) -> _Launched | None:
@@ -213,21 +207,23 @@ class Engine:
     def _tell(self, tokens: tuple[int, ...]) -> None:
         """Publish what the step whose tokens were pending has filled, now that they are known."""
         assert self._untold is not None, "tokens for no step"
-        self.replay.publish(self._untold.told(tokens))
+        self.replay.publish(self._untold, tokens)
         self._untold = None
 
-    def _agree(self, decide: Callable[[], StepPlan]) -> StepPlan:
+    def _agree(self, decide: Callable[[], StepPlan], before: StepPlan | None = None) -> StepPlan:
         plan, error = None, None
         if self.mesh.is_leader:
             try:
-                plan = replace(decide(), late=self._late, kept=self._kept)
-                self._late, self._kept = (), ()
+                plan = decide()
+                if self._late or self._kept:
+                    plan = replace(plan, late=self._late, kept=self._kept)
+                    self._late, self._kept = (), ()
             except Exception as raised:
                 # the others already wait for a plan
                 plan, error = StepPlan(0, PlanKind.FAIL), raised
         words = self.mesh.agree(None if plan is None else plan.encode())
         if plan is None:
-            plan = StepPlan.decode(words)
+            plan = StepPlan.decode(words, before)
         if plan.kind is PlanKind.FAIL:
             raise error or RuntimeError("rank 0 could not plan the step; it says why")
         return plan
@@ -236,7 +232,7 @@ class Engine:
         """Free, admit and reserve as the plan says. The same integers on every rank, so nobody can run out alone."""
         if not plan.rows:
             return None
-        rows = [(row.request_id, len(row.token_ids)) for row in plan.rows]
+        rows = [(row[0], len(row[2])) for row in plan.rows]
         pad = self.runner.padding(plan)
         shape = {"q_len": max(plan.q_len, pad.q_len), "num_decode": plan.num_decode}
         batch = self.cache.begin_step(rows, **shape, pad=pad, derive=pad == NO_PADDING)
@@ -287,12 +283,12 @@ class Engine:
         if plan.q_len > 1:
             self._kept = tuple([(r.request_id, r.start + len(tokens[r.request_id])) for r in plan.rows if r.num_drafts])
             self.replay.keep(self._kept)
-        events = []
-        for request_id, token, reason in self.scheduler.commit(plan, tokens, stopped):
-            text = texts[request_id].pop(0) if texts else ""
+        events = self.scheduler.commit(plan, tokens, stopped)
+        for at, (request_id, token, reason, _) in enumerate(events if texts else ()):
+            text = texts[request_id].pop(0)
             if reason is not None and (stream := self._live[request_id].text) is not None:
                 text += stream.finish()
-            events.append(StepEvent(request_id, token, text, reason))
+            events[at] = TokenEvent(request_id, token, reason, text)
         finished = [request_id for request_id in self.scheduler.finished if request_id in self._live]
         return StepResult(plan, tuple(events), tuple([self._complete(request_id) for request_id in finished]))
 
@@ -301,13 +297,15 @@ class Engine:
 
         What comes behind such a token is taken out of `tokens`.
         """
-        now, texts, stopped = time.perf_counter(), {}, set()
-        for request_id, new in tokens.items():
-            live = self._live[request_id]
-            if not live.first_token and new[0] is not None:
-                live.first_token = now
-            if (stream := live.text) is None:
-                continue
+        for request_id in self._silent.intersection(tokens) if self._silent else ():
+            if tokens[request_id][0] is not None:
+                self._silent.remove(request_id)
+                self._live[request_id].first_token = time.perf_counter()
+        texts: dict[int, list[str]] = {}
+        stopped: set[int] = set()
+        for request_id, new in () if self.tokenizer is None else tokens.items():
+            stream = self._live[request_id].text
+            assert stream is not None, "a request without a text beside a tokenizer"
             pieces = texts[request_id] = []
             for token in new:
                 pieces.append("" if token is None else stream.push(token))
@@ -319,6 +317,7 @@ class Engine:
 
     def _complete(self, request_id: int) -> Completion:
         live, state = self._live.pop(request_id), self.scheduler.forget(request_id)
+        self._silent.discard(request_id)
         assert state.finish_reason is not None, "an unfinished request among the finished"
         now, count = time.perf_counter(), len(state.output_ids)
         return Completion(

@@ -1,5 +1,6 @@
 """How far a request has got, and what the scheduler says about it. Integers only, no torch."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -85,11 +86,16 @@ class RequestState:
 
 
 class TokenEvent(NamedTuple):
-    """A new token of a request, or the reason it ended without one; a speculative row brings several in a step."""
+    """A new token of a request, or the reason it ended without one; a speculative row brings several in a step.
+
+    Attributes:
+        text: what became certain with it, which the engine knows.
+    """
 
     request_id: int
     token_id: int | None
     finish_reason: FinishReason | None
+    text: str = ""
 
 
 @dataclass
@@ -119,6 +125,19 @@ class SchedulerStats:
     @property
     def acceptance_rate(self) -> float:
         return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+
+def limits_ahead(states: Collection[RequestState]) -> tuple[int, float]:
+    """Return how many steps may follow one that decodes a token of each request, before any of their tokens is known.
+
+    Returns:
+        That number, and when the first of the requests is ended wherever it stands.
+    """
+    if not all(state.plain for state in states):
+        return 0, -inf
+    # with the first step's token of each, one more must be left to choose
+    left = min([state.num_prompt + state.max_new - state.num_computed for state in states]) - 2
+    return left, min([state.expires for state in states])
 
 
 def load_of(counts: list[tuple[RequestState, int]], longest_draft: int = 0) -> StepLoad:

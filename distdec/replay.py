@@ -55,12 +55,15 @@ class Replay:
             if self._publish:
                 start, tail = self._tails[request_id]
                 accepted = length - start - len(tail)
-                self._append(request_id, start, self._drafts.pop(request_id)[:accepted])
+                self._append([(request_id, start, self._drafts.pop(request_id)[:accepted])])
 
-    def publish(self, plan: StepPlan) -> None:
+    def publish(self, plan: StepPlan, late: Sequence[int] = ()) -> None:
         """Publish the pages that a step has filled, after it was launched, on every rank; drafts are left for `keep`.
 
         Their keys and values are written by then as far as any later step can tell: it runs behind this one.
+
+        Args:
+            late: the tokens of the plan's rows, if it is pending.
         """
         if not self._publish:
             return
@@ -68,20 +71,29 @@ class Replay:
             # who comes back from the host goes on in the middle of a page
             if request_id not in plan.restore and not (self._host is not None and request_id in self._host):
                 self._tails.pop(request_id, None)
+        if plan.pending:
+            self._append([(row[0], row[1], (token,)) for row, token in zip(plan.rows, late, strict=True)])
+            return
         for row in plan.rows:
-            token_ids = row.token_ids
             if row.num_drafts:
-                token_ids, self._drafts[row.request_id] = token_ids[: -row.num_drafts], row.drafts
-            self._append(row.request_id, row.start, token_ids)
+                self._drafts[row.request_id] = row.drafts
+        self._append([(i, start, tokens[: len(tokens) - drafts]) for i, start, tokens, _, drafts in plan.rows])
 
-    def _append(self, request_id: int, start: int, token_ids: Sequence[int]) -> None:
-        """Take a sequence's next tokens, the first of them at `start`, and publish the pages that are full now."""
-        size = self.cache.layout.page_size
-        # a hit ends with a page, so the first row of a sequence starts one
-        start, tail = self._tails.get(request_id) or (start, [])
-        tail += token_ids
-        if len(tail) >= size:
-            full = len(tail) // size * size
-            self.cache.commit_pages(request_id, tail[:full], start)
-            start, tail = start + full, tail[full:]
-        self._tails[request_id] = (start, tail)
+    def _append(self, rows: Sequence[tuple[int, int, Sequence[int]]]) -> None:
+        """Take the next tokens of sequences, the first of each at its start, and publish the pages that are full now.
+
+        Args:
+            rows: (request_id, start, tokens).
+        """
+        size, tails = self.cache.layout.page_size, self._tails
+        for request_id, start, token_ids in rows:
+            found = tails.get(request_id)
+            if found is None:
+                # a hit ends with a page, so the first row of a sequence starts one
+                found = tails[request_id] = (start, [])
+            begin, tail = found
+            tail += token_ids
+            if len(tail) >= size:
+                full = len(tail) // size * size
+                self.cache.commit_pages(request_id, tail[:full], begin)
+                tails[request_id] = (begin + full, tail[full:])

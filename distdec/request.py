@@ -10,14 +10,14 @@ import struct
 import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
 from numbers import Integral
 from typing import NamedTuple
 
 MAGIC = 0x64697374646563  # "distdec" in ASCII
-VERSION = 5
+VERSION = 6
 PENDING = -1
 """Token id of a row whose token is not known yet: the one that the step before chooses, on the device."""
 GREEDY_TEMPERATURE = 1e-5  # dividing logits by less overflows float32 to NaN; such a temperature means greedy
@@ -194,8 +194,9 @@ class StepPlan:
     cached pages. `offload` names those of `free` whose keys and values go to host memory, `restore` those of `admit`
     that come back from there.
 
-    Where a plan is `followed`, another one comes before this one's tokens are read. It has the same rows, one token
-    further on and pending, or is a HOLD; the plan after it then tells in `late` what those tokens were.
+    Where a plan is `followed`, another one comes before this one's tokens are read. It is `pending`: it has the same
+    rows, one token further on, as `again` makes them; or it is a HOLD. The plan after it tells in `late` what those
+    tokens were.
     """
 
     step: int
@@ -210,17 +211,12 @@ class StepPlan:
     offload: tuple[int, ...] = ()
     restore: tuple[int, ...] = ()
     kept: tuple[tuple[int, int], ...] = ()
+    pending: bool = False
 
-    @property
-    def pending(self) -> bool:
-        """Whether the rows' tokens are those that the step before chooses."""
-        return bool(self.rows) and self.rows[0].token_ids == (PENDING,)
-
-    def told(self, tokens: Sequence[int]) -> "StepPlan":
-        """Return the plan with the tokens of its pending rows."""
-        # new rows: `_replace` takes more than twice as long
-        rows = [Row(row[0], row[1], (token,), row[3]) for row, token in zip(self.rows, tokens, strict=True)]
-        return replace(self, rows=tuple(rows))
+    def again(self) -> tuple[Row, ...]:
+        """Return the rows of the plan behind this followed one, whose tokens this one's step chooses."""
+        tokens = (PENDING,)
+        return tuple([Row(row[0], row[1] + 1, tokens, True) for row in self.rows])
 
     @cached_property
     def num_tokens(self) -> int:
@@ -229,6 +225,8 @@ class StepPlan:
     @cached_property
     def num_decode(self) -> int:
         """Leading rows that run as decode rows: those, speculative ones, and without any a slice of one token too."""
+        if self.pending:
+            return len(self.rows)
         count = single = 0
         for at, row in enumerate(self.rows, 1):
             if row.num_drafts:
@@ -245,16 +243,20 @@ class StepPlan:
     @cached_property
     def decode_only(self) -> bool:
         """Whether there are rows, and all of them are decode rows or speculative rows."""
-        return bool(self.rows) and self.num_decode == len(self.rows) and all(row.needs_logits for row in self.rows)
+        decode = bool(self.rows) and self.num_decode == len(self.rows)
+        return self.pending or (decode and all(row.needs_logits for row in self.rows))
 
     def encode(self) -> list[int]:
         """Return the plan as integers: magic, version, checksum, then the fields, each list after its length.
 
+        The rows of a pending plan are not told, but for -1 in place of their number: every rank has the plan before.
+
         Example: a decode row (request 7, position 12, token 99) alone in step 3 encodes, after the three header
         words, as `[3, 0, 0, 0, 1, 7, 12, 1, 0, 1, 99, 0, 0, 0, 0, 0, 0, 0]`.
         """
-        body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit, len(self.rows)]
-        for request_id, start, token_ids, needs_logits, num_drafts in self.rows:
+        body = [self.step, int(self.kind), len(self.free), *self.free, len(self.admit), *self.admit]
+        body.append(-1 if self.pending else len(self.rows))
+        for request_id, start, token_ids, needs_logits, num_drafts in () if self.pending else self.rows:
             body += (request_id, start, int(needs_logits), num_drafts, len(token_ids))
             body += token_ids
         body += [len(self.withdraw), *self.withdraw, len(self.hits)]
@@ -266,11 +268,15 @@ class StepPlan:
         return [MAGIC, VERSION, _checksum(body), *body]
 
     @classmethod
-    def decode(cls, words: Sequence[int]) -> "StepPlan":
+    def decode(cls, words: Sequence[int], before: "StepPlan | None" = None) -> "StepPlan":
         """Rebuild a plan from `encode()`'s integers.
 
+        Args:
+            words: the integers.
+            before: the followed plan that a pending one comes behind.
+
         Raises:
-            ValueError: not a plan, another version, or damaged on the way.
+            ValueError: not a plan, another version, damaged on the way, or a pending plan without one before.
         """
         if len(words) < 3 or words[0] != MAGIC:
             raise ValueError("the integers received are not a step plan: the ranks are out of step")
@@ -283,8 +289,11 @@ class StepPlan:
         step, kind = reader.take(2)
         free = reader.take(reader.one())
         admit = reader.take(reader.one())
-        rows = []
-        for _ in range(reader.one()):
+        num_rows = reader.one()
+        if num_rows < 0 and before is None:
+            raise ValueError("a pending step plan without the one before: the ranks are out of step")
+        rows = list(before.again()) if num_rows < 0 and before is not None else []
+        for _ in range(num_rows):
             request_id, start, needs_logits, num_drafts, num_tokens = reader.take(5)
             rows.append(Row(request_id, start, reader.take(num_tokens), bool(needs_logits), num_drafts))
         withdraw = reader.take(reader.one())
@@ -297,7 +306,7 @@ class StepPlan:
         kept = tuple([(reader.one(), reader.one()) for _ in range(reader.one())])
         if not reader.at_end:
             raise ValueError("step plan longer than its own lengths say")
-        told = (tuple(rows), withdraw, tuple(hits), followed, late, offload, restore, kept)
+        told = (tuple(rows), withdraw, tuple(hits), followed, late, offload, restore, kept, num_rows < 0)
         return cls(step, PlanKind(kind), free, admit, *told)
 
 

@@ -28,8 +28,8 @@ from operator import eq
 
 from distdec.cache.parking import Parking
 from distdec.config import SchedulerConfig
-from distdec.progress import RequestState, SchedulerStats, TokenEvent, load_of
-from distdec.request import PENDING, FinishReason, PlanKind, Request, Row, StepPlan
+from distdec.progress import RequestState, SchedulerStats, TokenEvent, limits_ahead, load_of
+from distdec.request import FinishReason, PlanKind, Request, Row, StepPlan
 from distdec.residence import Capacity, Residence
 from distdec.speculative import Drafter, NgramProposer, Proposer
 from distdec.step_cost import StepCost, StepLoad
@@ -92,6 +92,8 @@ class Scheduler:
         self._blocked = False
         self._delay = 0
         self._waits = False
+        # of the plans that follow each other now, as nothing is admitted between them: the last, and their deadline
+        self._last_ahead, self._expires = 0, -inf
         # of the steps planned and not committed: what they hold, when they began, whether their time says anything
         self._under_way: dict[int, tuple[StepLoad, float, bool]] = {}
         self._committed = -inf
@@ -153,8 +155,11 @@ class Scheduler:
         plan = StepPlan(self._step, kind, rows=rows, **self.places.changes()._asdict())
         copies = bool(plan.offload or plan.restore)
         self._under_way[self._step] = load, began, self._timed and timed_before and not copies
-        if self._goes_on(plan, 2):
-            plan = replace(plan, followed=True)
+        if self.lookahead and plan.decode_only and len(rows) == len(self.running):
+            left, self._expires = limits_ahead(self.running.values())
+            self._last_ahead = self._step + left
+            if self._goes_on(plan, 2):
+                plan = replace(plan, followed=True)
         self.places.clear()
         self._count(plan)
         self._step += 1
@@ -197,32 +202,27 @@ class Scheduler:
         began = self.clock()
         if not self._goes_on(plan, 1):
             return StepPlan(self._step, PlanKind.HOLD)
-        rows = tuple([Row(row.request_id, row.start + 1, (PENDING,), True) for row in plan.rows])
-        context = sum(row.start + 1 for row in rows)
-        self._under_way[self._step] = StepLoad(len(rows), context), began, True
+        before = self._under_way[plan.step][0]
+        # of each row one token more
+        load = before._replace(decode_context=before.decode_context + before.decode_rows)
+        ahead = StepPlan(self._step, rows=plan.again(), followed=True, pending=True)
+        self._under_way[self._step] = load, began, True
         self._step += 1
-        return StepPlan(self._step - 1, rows=rows, followed=True)
+        return ahead
 
     def _goes_on(self, plan: StepPlan, more: int) -> bool:
         """Tell whether the rows of a plan can run once more without their tokens, with `more` tokens each to reserve.
 
         Nothing may have to be freed, admitted or ended first, as far as can be known.
         """
-        if not self.lookahead or not plan.decode_only or len(plan.rows) != len(self.running) or self._to_free:
+        if plan.step >= self._last_ahead or len(plan.rows) != len(self.running) or self._to_free:
             return False
         if self.waiting and not self._blocked and len(self.running) < self.config.max_rows:
             return False
         now = self.clock()
-        for row in plan.rows:
-            state = self.running.get(row.request_id)
-            if state is None or not state.plain or state.expires <= now:
-                return False
-            # tokens that it has with this plan's: one more must be left to choose
-            if row.start + 2 - state.num_prompt >= state.max_new:
-                return False
-        if any(state.expires <= now for state in self.waiting):
+        if self._expires <= now or any(state.expires <= now for state in self.waiting):
             return False
-        return self.cache.can_extend([(row.request_id, more) for row in plan.rows])
+        return self.cache.can_extend([(row[0], more) for row in plan.rows])
 
     def _expire(self, now: float) -> None:
         for state in [state for state in (*self.waiting, *self.running.values()) if state.expires <= now]:

@@ -1,6 +1,7 @@
 """Steps launched before the tokens of the one before are read: the same tokens, the same caches, nothing left over."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -178,3 +179,50 @@ def test_arrivals_ends_and_timeouts_hold_the_next_step():
         else:
             now[0] = 51.0
         assert scheduler.ahead(plan).kind is PlanKind.HOLD
+
+
+def test_steps_follow_each_other_as_long_as_every_row_may_go_on():
+    rng, followed = random.Random(3), 0
+    for _ in range(60):
+        now = [0.0]
+        scheduler = Scheduler(
+            SchedulerConfig(max_rows=4),
+            Room(10**6),
+            (99,),
+            prefix_caching=False,
+            lookahead=True,
+            clock=lambda n=now: n[0],
+        )
+        for request_id in range(rng.randrange(1, 6)):
+            params = SamplingParams(max_new_tokens=rng.randrange(1, 14), temperature=rng.choice((0, 0, 0, 0, 0, 1)))
+            timeout = rng.choice((None, 4.5, 9.5))
+            scheduler.add(Request(request_id, (1,) * rng.randrange(1, 5), params, timeout_s=timeout))
+        plan = scheduler.schedule()
+        while plan.kind is not PlanKind.DONE:
+            may = (
+                plan.decode_only
+                and len(plan.rows) == len(scheduler.running)
+                and all(
+                    state.plain
+                    and state.expires > now[0]
+                    # what it has with this plan's token, and with the one that would follow
+                    and row.start + 2 - state.num_prompt < state.max_new
+                    for row in plan.rows
+                    if (state := scheduler.running[row.request_id])
+                )
+            )
+            waits = scheduler.waiting and not scheduler._blocked and len(scheduler.running) < 4
+            late = any(state.expires <= now[0] for state in scheduler.waiting)
+            if not plan.pending:
+                assert plan.followed == bool(may and not waits and not late)
+            following = scheduler.ahead(plan) if plan.followed else None
+            if following is not None:
+                assert (following.kind is PlanKind.RUN) == bool(may and not waits and not late)
+                followed += following.kind is PlanKind.RUN
+            now[0] += rng.choice((0.0, 1.0))
+            tokens = {row.request_id: [rng.choice((5, 5, 5, 99))] for row in plan.rows if row.needs_logits}
+            scheduler.commit(plan, tokens)
+            scheduler.check_integrity()
+            hold = following is None or following.kind is PlanKind.HOLD
+            plan = scheduler.schedule() if hold else following
+    assert followed > 50

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distdec.request import MAGIC, Hit, PlanKind, Request, Row, SamplingParams, StepPlan
+from distdec.request import MAGIC, PENDING, Hit, PlanKind, Request, Row, SamplingParams, StepPlan
 
 ids = st.integers(0, 2**40)
 rows = st.builds(Row, ids, ids, st.lists(ids, max_size=5).map(tuple), st.booleans(), st.integers(0, 4))
@@ -35,6 +35,18 @@ def test_the_worked_example_of_the_wire_format():
     assert plan.encode()[3:] == [3, 0, 0, 0, 1, 7, 12, 1, 0, 1, 99, 0, 0, 0, 0, 0, 0, 0]
 
 
+def test_a_pending_plan_has_the_rows_of_the_one_before_and_does_not_tell_them():
+    before = StepPlan(3, rows=(Row(7, 12, (99,), True), Row(8, 4, (98,), True)), followed=True)
+    plan = StepPlan(4, rows=before.again(), followed=True, late=(5, 6), pending=True)
+    assert plan.rows == (Row(7, 13, (PENDING,), True), Row(8, 5, (PENDING,), True))
+    assert (plan.num_decode, plan.q_len, plan.decode_only) == (2, 1, True)
+    words = plan.encode()
+    assert len(words) == len(StepPlan(4, late=(5, 6)).encode())
+    assert StepPlan.decode(words, before) == plan
+    with pytest.raises(ValueError, match="a pending step plan without the one before"):
+        StepPlan.decode(words)
+
+
 @given(plans, st.data())
 def test_a_damaged_plan_is_never_taken_for_another(plan, data):
     words = plan.encode()
@@ -53,7 +65,7 @@ def test_a_plan_of_another_length_is_refused(change):
 
 def test_a_plan_of_another_version_names_both():
     words = StepPlan(1).encode()
-    with pytest.raises(ValueError, match="version 9, this rank reads version 5"):
+    with pytest.raises(ValueError, match="version 9, this rank reads version 6"):
         StepPlan.decode([MAGIC, 9, *words[2:]])
 
 

@@ -257,14 +257,15 @@ def storm(num_requests, seed, host_frames=0, drafts=0):
 def agree(machine):
     machine.scheduler.check_integrity()
     first = machine.caches[0]
+    size = first.layout.page_size
     for request_id, state in machine.scheduler.running.items():
         # of what was published nothing was ever taken back, and no page was left out
         keys, tokens = [first._ledger.index.root(0)], (*state.request.prompt_ids, *state.output_ids)
-        for start in range(0, state.num_computed - 1, 2):
-            keys.append(PrefixIndex.key(keys[-1], token_bytes(tokens[start : start + 2])))
+        for start in range(0, state.num_computed - size + 1, size):
+            keys.append(PrefixIndex.key(keys[-1], token_bytes(tokens[start : start + size])))
         published = first._get(request_id).keys
         assert published == keys[1 : len(published) + 1]
-        assert len(published) == state.num_computed // 2
+        assert len(published) == state.num_computed // size
     for cache, host in zip(machine.caches, machine.hosts, strict=True):
         cache.check_integrity()
         assert host.frames == machine.hosts[0].frames
