@@ -356,6 +356,12 @@ class Config(SamplingParams):
         if self.backend.deterministic and self.parallel.merge not in ("auto", *DETERMINISTIC_MERGES):
             legal = ", ".join(("auto", *DETERMINISTIC_MERGES))
             raise ValueError(f"backend.deterministic goes with parallel.merge {legal}, got {self.parallel.merge!r}")
+        drafts = self.scheduler.num_draft_tokens
+        if self.backend.deterministic and drafts and self.cache.prefix_caching:
+            # dropped from a chunk that others share, they leave a view that begins inside a frame
+            raise ValueError(
+                f"backend.deterministic with scheduler.num_draft_tokens={drafts} needs cache.prefix_caching=false"
+            )
         inputs = {"prompt": self.prompt, "prompt_file": self.prompt_file, "prompts": self.prompts}
         given = [f"{name}=" for name, value in inputs.items() if value is not None]
         if len(given) > 1:

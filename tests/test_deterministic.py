@@ -1,9 +1,13 @@
 """Deterministic rows: the same bits alone, among others, beside a prompt, and whatever the pool was used for before."""
 
+import random
+
 import pytest
 import torch
 
 from distdec.attention import DistributedAttention
+from distdec.cache.kv_cache import KVCache
+from distdec.cache.layout import CacheLayout
 from distdec.config import BackendConfig, CacheConfig, Config, ParallelConfig, SchedulerConfig
 from distdec.engine import Engine
 from distdec.graphs import GraphKey, StepGraphs
@@ -109,8 +113,8 @@ def at_place(place, count, mesh, num_others=31, short=9, slices=20, **options):
     if place == "prefix":
         prefix = list(range(bench.length - count))
         bench.cache.kv.add(1, prefix)
-        bench.hold(1, *bench.own[1:], len(prefix) - 50)
-        kv.commit_pages(1, prefix[:-50])
+        bench.hold(1, *bench.own[1:], len(prefix) - 53)
+        kv.commit_pages(1, prefix[:-53])
         bench.fill(2, 30)
         prefix = tuple(prefix)
     bench.target(count, prefix)
@@ -205,6 +209,52 @@ def test_three_tokens_at_once_have_the_bits_of_one_by_one(backend):
         assert torch.equal(merged.lse, together[1][token : token + 1])
 
 
+def ranks_of(kv, seq):
+    """The rank of each token, and whether views begin at frames."""
+    views = kv.views(seq)
+    return [view.kvp_rank for view in views for _ in range(view.length)], [view.token_start % 4 for view in views]
+
+
+@pytest.mark.parametrize("weights", [None, (1, 3, 2)])
+@pytest.mark.parametrize(("home", "drafts"), [(0, False), (22, True), (0, True)])
+def test_ranks_follow_from_positions_while_no_pool_is_full(weights, home, drafts):
+    """Prompts of shared prefixes, or drafts of which some are dropped; not both, see `Config`."""
+    layout = CacheLayout(
+        (280,) * 3, min_chunk=4, max_chunk=32, page_size=2, weights=weights, shard_min_tokens=home, deterministic=True
+    )
+    alone = KVCache(layout)
+    alone.add(0)
+    alone.extend(0, 400)
+    want, _ = ranks_of(alone, 0)
+    assert len(set(want)) == 3 and set(want[: layout.home_tokens]) <= {0}
+    kv, generator = KVCache(layout), random.Random(5)
+    # every second frame is taken, so that there are no longer chunks
+    for rank in range(3):
+        taken = [kv._ledger.allocator.allocate(rank, 1) for _ in range(280)]
+        for chunk in taken[::2]:
+            kv._ledger.allocator.release(chunk)
+    broken = hits = 0
+    for seq in range(250):
+        while kv.sequences() and min(kv.stats().free_frames) < 50:
+            kv.free(generator.choice(kv.sequences()))
+        prompt = [generator.randrange(2), *range(generator.choice((3, 30, 250)))]
+        hits += kv.add(seq, prompt)
+        kv.extend(seq, len(prompt) - kv.length(seq))
+        if not drafts:
+            kv.commit_pages(seq, prompt)
+        for grown in generator.sample(kv.sequences(), min(4, len(kv.sequences()))):
+            count = generator.randrange(1, 9)
+            if kv.length(grown) + count <= len(want):
+                kv.extend(grown, count)
+                kv.truncate(grown, kv.length(grown) - drafts * generator.randrange(count))
+        for held in kv.sequences():
+            ranks, starts = ranks_of(kv, held)
+            assert ranks == want[: len(ranks)] and not any(starts)
+            broken += len(kv.views(held)) > len([view for view in alone.views(0) if view.token_start < len(ranks)])
+    assert broken > 10
+    assert (hits > 1000) != drafts
+
+
 @pytest.mark.parametrize("mode", ["all_reduce", "reduce_scatter", "one_shot", "one_shot_scatter"])
 def test_a_merge_that_follows_the_size_of_a_step_is_refused(mode):
     mesh = Mesh.single()
@@ -224,6 +274,14 @@ def test_foreign_ops_without_fixed_splits_are_refused():
         ShardedCache(
             Mesh.single(), num_layers=1, num_kv_heads=1, head_dim=16, backend=foreign, deterministic=True, **SMALL
         )
+
+
+def test_drafts_beside_shared_prefixes_are_refused():
+    """Dropped from a chunk that another row has begun to share, they leave a view that begins inside a tile."""
+    drafts, fixed = SchedulerConfig(num_draft_tokens=3), BackendConfig(deterministic=True)
+    with pytest.raises(ValueError, match=r"num_draft_tokens=3 needs cache\.prefix_caching=false"):
+        Config(scheduler=drafts, backend=fixed)
+    assert Config(scheduler=drafts, backend=fixed, cache=CacheConfig(prefix_caching=False)).scheduler == drafts
 
 
 def test_what_is_no_switch_is_refused():
@@ -274,8 +332,8 @@ def test_the_engines_option_reaches_attention_in_every_step(folder, monkeypatch,
 @pytest.mark.parametrize("count", [1, 4])
 def test_a_row_of_8k_has_the_same_bits_alone_among_31_and_beside_a_prompt_on_a_gpu(count):
     options = {
-        "heads": (32, 8, 128), "dtype": torch.bfloat16, "length": 8192 + 77, "backend": "triton", "max_tokens": 400_000,
-        "short": 9000, "slices": 512, "own_apart": True,
+        "heads": (32, 8, 128), "dtype": torch.bfloat16, "length": 8192 + 77, "backend": "triton", "max_tokens": 120_000,
+        "short": 4000, "slices": 512, "own_apart": True,
     }  # fmt: skip
     mesh = Mesh.single("cuda")
     assert differing({place: at_place(place, count, mesh, deterministic=True, **options) for place in PLACES}) == set()
@@ -287,7 +345,7 @@ def test_a_row_of_8k_has_the_same_bits_alone_among_31_and_beside_a_prompt_on_a_g
 def test_a_captured_step_of_a_deterministic_row_has_the_bits_of_an_eager_one_alone():
     """Eager and alone, then replayed between rows of padding and others, as the row grows across a tile."""
     replay_beside_others(
-        Mesh.single("cuda"), 77, heads=(32, 8, 128), dtype=torch.bfloat16, length=8192 + 77, max_tokens=400_000
+        Mesh.single("cuda"), 77, heads=(32, 8, 128), dtype=torch.bfloat16, length=8192 + 77, max_tokens=120_000
     )
 
 

@@ -97,8 +97,8 @@ class CacheLayout:
         shard_min_tokens: sequences up to this length stay on one rank. Rounded up to whole frames.
         deterministic: while no rank's pool is full, the rank of a token follows from its position and the weights
             alone, and every view begins at a multiple of `min_chunk` tokens of its sequence: a page is then a frame,
-            whatever `page_size` says. (A fork still begins a view wherever it is.) Every sequence begins on the same
-            rank, so many short ones fill that rank first.
+            whatever `page_size` says. (But for forks, and sequences cut back into shared chunks.) Every sequence begins
+            on the same rank, so many short ones fill that rank first.
 
     Raises:
         ValueError: on a value out of range, with the received and the legal values.
