@@ -164,10 +164,11 @@ def _run(binding: EngineBinding, pad: Padding) -> Tensor:
     cache = binding.attention.cache
     decode = pad.decode_rows * pad.q_len
     tokens, rows = decode + pad.prefill_tokens, decode + pad.prefill_rows
-    zeros = torch.zeros(tokens, dtype=torch.int64, device=binding.mask.device)
+    # a section is padded to all its rows, however few tokens it has
+    zeros = torch.zeros(max(tokens, rows), dtype=torch.int64, device=binding.mask.device)
     with torch.no_grad():
         binding.set_step(cache.buffers.fill([], q_len=pad.q_len, pad=pad))
-        logits = binding.forward(zeros, zeros, logits_to_keep=zeros[:rows])
+        logits = binding.forward(zeros[:tokens], zeros[:tokens], logits_to_keep=zeros[:rows])
         params = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=0)
         sample(logits, [SamplingRow(params, 0, 0, (0,))] * rows)
     return logits

@@ -131,6 +131,19 @@ def test_drafts_are_part_of_the_largest_step(folder, monkeypatch):
     assert device.most <= 0.75 * 10 * MIB
 
 
+@pytest.mark.parametrize("graphs", ["off", "on"])
+def test_a_step_may_have_fewer_tokens_than_prompts_under_way(folder, monkeypatch, graphs):
+    device = Device(monkeypatch, 32 * MIB)
+    steps = dataclasses.replace(CONFIG.scheduler, prefill_slice=2, token_budget=3, max_rows=2, max_pending_prefills=6)
+    config = dataclasses.replace(CONFIG, scheduler=steps, backend=BackendConfig(graphs=graphs))
+    runner = load(folder, config, Mesh.single(), device, wanted=999)
+    assert (max(device.steps), device.sampled[-1]) == (5, (8, True))
+    prompts = [([3 + i] * length, GREEDY) for i, length in enumerate((5, 1, 9))]
+    plain = Engine(Runner.load(folder, Mesh.single(), Config(), wanted_tokens=999))
+    want = [one.token_ids for one in plain.generate(prompts)]
+    assert [one.token_ids for one in Engine(runner, steps).generate(prompts)] == want
+
+
 def test_a_cache_is_as_large_as_wanted_where_memory_allows(folder, monkeypatch):
     # each captured step takes far more than was set aside, and nobody needs the room
     device = Device(monkeypatch, 16 * MIB, [MIB])
