@@ -31,7 +31,7 @@ from distdec.row_tables import NO_PADDING
 from distdec.runner import Runner
 from distdec.sampling import SamplingRow, sample
 from distdec.scheduler import Scheduler
-from distdec.speculative import Proposer, verify
+from distdec.speculative import Proposer, checked, verify
 
 _SHARE_WORDS = 1 << 18  # integers a message, well below what a mesh agrees on at once
 
@@ -105,7 +105,7 @@ class Engine:
             prefix_caching=self.cache.prefix_caching,
             lookahead=config.lookahead and runner.logits_agree,
             host=parking,
-            propose=propose,
+            propose=propose and checked(propose, self.vocab_size),
         )
         self.replay = Replay(self.cache.kv, self.cache.prefix_caching, parking)
         self.tokenizer = tokenizer

@@ -71,6 +71,11 @@ class Residence:
         first = tuple(self._freed), tuple(self._admitted), tuple(self._withdrawn)
         return Changes(*first, tuple(self._hits), tuple(self._offloaded), tuple(self._restored))
 
+    @property
+    def untold(self) -> bool:
+        """Whether anything was done since `clear`: by a plan that failed, as the next may free what that admitted."""
+        return any(self.changes())
+
     def clear(self) -> None:
         """Begin the record of the next plan."""
         self._freed, self._admitted, self._withdrawn = [], [], []

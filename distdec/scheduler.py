@@ -133,6 +133,8 @@ class Scheduler:
             RuntimeError: a request does not fit the cache although nothing else runs.
         """
         began = self.clock()
+        if self.places.untold:
+            return self._plan((), load_of([]), began)
         self._expire(began)
         while self._to_free:
             self.places.free(self._to_free[0], self._to_free[0] in self._tainted)
@@ -144,14 +146,15 @@ class Scheduler:
             counts = self._counts()
         if not counts and self.waiting:
             head = self.waiting[0].request
-            raise RuntimeError(
-                f"request {head.request_id} needs {head.max_tokens} tokens of KV cache: more than an empty cache holds"
-            )
-        rows, load = self._rows(counts)
+            need = f"request {head.request_id} needs {head.max_tokens} tokens of KV cache"
+            raise RuntimeError(f"{need}: more than an empty cache holds")
+        return self._plan(*self._rows(counts), began)
+
+    def _plan(self, rows: tuple[Row, ...], load: StepLoad, began: float) -> StepPlan:
         # all decode rows run, so who is left has a prompt
         self._waits = not load.prefill_tokens and len(rows) < len(self.running)
         timed_before, self._timed = self._timed, any(row.needs_logits for row in rows)
-        kind = PlanKind.RUN if self.has_work else PlanKind.DONE
+        kind = PlanKind.RUN if self.has_work or self._to_free else PlanKind.DONE
         plan = StepPlan(self._step, kind, rows=rows, **self.places.changes()._asdict())
         copies = bool(plan.offload or plan.restore)
         self._under_way[self._step] = load, began, self._timed and timed_before and not copies

@@ -7,6 +7,7 @@ alone (see `sampling.py`).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from operator import index
 
 import numpy as np
 
@@ -61,6 +62,25 @@ class NgramProposer:
         return tuple(found)
 
 
+def checked(propose: Proposer, vocab_size: int) -> Proposer:
+    """Return a proposer that refuses what is no token with a ValueError, on rank 0 where the step is planned.
+
+    The embedding of a token outside the vocabulary would end a GPU's process.
+    """
+
+    def checked_propose(tokens: TokenArray, max_draft: int) -> tuple[int, ...]:
+        found = propose(tokens, max_draft)
+        try:
+            drafts = tuple(map(index, found))[:max_draft]
+        except TypeError as error:
+            raise ValueError(f"the proposer must return token ids, got {found!r}: {error}") from None
+        if drafts and not 0 <= min(drafts) <= max(drafts) < vocab_size:
+            raise ValueError(f"the proposer's drafts {drafts} are not all in the vocabulary, 0 to {vocab_size - 1}")
+        return drafts
+
+    return checked_propose
+
+
 def accept(drafts: Sequence[int], chosen: Sequence[int | None]) -> list[int | None]:
     """Return a row's new tokens: its drafts as far as they are what was chosen, and the choice behind them.
 
@@ -99,10 +119,10 @@ class Drafter:
         """
         drafts: dict[int, tuple[int, ...]] = {}
         left = budget - len(decode)
-        for index, state in enumerate(decode):
+        for at, state in enumerate(decode):
             if left <= 0:
                 break
-            share = -(-left // (len(decode) - index))
+            share = -(-left // (len(decode) - at))
             # behind them comes the choice of one more token, which is never fed back if it is the last
             most = min(self.most, share, state.max_new - len(state.output_ids) - 1)
             found = self.propose(state.history(), most)[:most] if most > 0 else ()

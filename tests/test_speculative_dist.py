@@ -304,3 +304,52 @@ def test_a_proposer_without_drafts_to_make_is_refused(folder):
         Engine(runner, plain(CONFIG).scheduler, propose=lambda tokens, most: ())
     assert Engine(runner, plain(CONFIG).scheduler).scheduler.lookahead
     assert not Engine(runner, CONFIG.scheduler).scheduler.lookahead
+
+
+def refused_drafts(folder, found, message):
+    """Run with a proposer of nonsense, give the request up, and run it again without drafts."""
+    with Mesh.create(device="cpu", timeout_s=60) as mesh:
+        answer = [found]
+        engine = Engine(Runner.load(folder, mesh, CONFIG), CONFIG.scheduler, propose=lambda tokens, most: answer[0])
+        # one token: the step that admits it asks for drafts already
+        prompts = [([7], SamplingParams(NEW, ignore_eos=True))]
+        with pytest.raises((ValueError, RuntimeError), match=message if mesh.is_leader else "rank 0 could not plan"):
+            engine.generate(prompts)
+        if mesh.is_leader:
+            engine.cancel(0)
+        while not engine.step().done:
+            pass
+        answer[0] = ()
+        [done] = engine.generate(prompts)
+        return list(done.token_ids), engine.cache.kv.stats()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ((1 << 20,), "not all in the vocabulary, 0 to"),
+        ((3, -1), "not all in the vocabulary"),
+        ((1.0,), "must return token ids"),
+        (None, "must return token ids, got None"),
+        ((2**70,), "not all in the vocabulary"),
+    ],
+)
+def test_drafts_that_are_no_tokens_are_refused_and_leave_the_engine_usable(ranks, folder, alone, found, message):
+    results = ranks(2).run(refused_drafts, folder, found, message, timeout_s=60)
+    assert results[0] == results[1]
+    tokens, books = results[0]
+    assert tokens[:NEW] == alone[4][:NEW]
+    assert books.num_sequences == 0
+
+
+def test_drafts_may_be_any_row_of_token_ids(folder, alone):
+    oracle = Oracle([prompts()[4] + alone[4] + [0] * DRAFTS], True)
+    engine = Engine(
+        Runner.load(folder, Mesh.single(), CONFIG),
+        CONFIG.scheduler,
+        # more than is asked for, too
+        propose=lambda tokens, most: torch.tensor(oracle(tokens, most + 1)),
+    )
+    [done] = engine.generate([(prompts()[4], SamplingParams(NEW, ignore_eos=True))])
+    assert list(done.token_ids) == alone[4][:NEW]
+    assert engine.scheduler.stats.acceptance_rate == 1.0
