@@ -177,14 +177,17 @@ class StepBuffers:
         shape = shape_of(counts, num_decode, q_len, pad)
         seqs = [seq for seq, _ in rows]
         lens, tables = self.kv.local_rows(seqs, self.kvp_rank)
-        self._grow(shape.num_tokens, shape.decode_rows + shape.prefill_rows, sum(table.count for table in tables))
+        self._grow(shape.num_tokens, shape.decode_rows + shape.prefill_rows, sum([table.count for table in tables]))
         self._rows.update(tables)
         ends = np.array(lens, np.int64)
         self._fill_tokens(counts, ends, tables, num_decode, shape)
         if self._leaves_out(shape):
             self._rows.leave_out(self._segment("slots")[: 2 * num_decode].view(np.int64))
-        self._rows.cut()
-        self._fill_tables(np.array(counts, np.int64), ends, num_decode, shape)
+        described = (shape, num_decode, counts)
+        # without windows the tables follow from the tiles
+        if self._rows.cut() or len(self.windows) > 1 or described != self._described:
+            self._fill_tables(np.array(counts, np.int64), ends, num_decode, shape)
+            self._described = described
         self._upload(self._rows.total)
         if self._made is None or self._made[0] != shape:
             self._made = (shape, self._batch(shape))
@@ -238,6 +241,7 @@ class StepBuffers:
         self._stage = 0
         self._rows = RowTables(self._segment("views").reshape(-1, 4), self.tile_tokens)
         self._made: tuple[StepShape, StepBatch] | None = None
+        self._described: tuple[StepShape, int, list[int]] | None = None
         # a view of n tokens has at most n / tile_tokens + 1 tiles, and no view is longer than a chunk
         tiles = views * -(-self.kv.layout.max_chunk // self.tile_tokens)
         self.tile_table = torch.zeros(tiles, 4, dtype=torch.int32, device=self.device)

@@ -9,6 +9,7 @@ callables are called instead, padding and all.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class ModelGraphs:
             checks=[check for talker in talkers if (check := getattr(talker, "check", None))],
             keep=[binding.attention, total],
         )
+        # asked twice a step, about the same few steps; all is captured once
+        self._pick = lru_cache(maxsize=1024)(self._graphs.pick)
         self._inputs = inputs
         # forwards launched from Python: a replay is none
         self.num_forwards = 0
@@ -110,7 +113,7 @@ class ModelGraphs:
         if not plan.rows or len(prefills) > self._max_prefills:
             return NO_PADDING
         q_len = self._q_len if 1 < plan.q_len <= self._q_len else plan.q_len
-        key = self._graphs.pick(rows, q_len, prefill_tokens=sum([len(row.token_ids) for row in prefills]))
+        key = self._pick(rows, q_len, prefill_tokens=sum([len(row.token_ids) for row in prefills]))
         if key is None:
             return NO_PADDING
         return Padding(key.rows, self._max_prefills if prefills else 0, key.prefill_tokens, key.q_len)

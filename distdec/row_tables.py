@@ -75,6 +75,8 @@ class RowTables:
         self.table = table
         self.tile_tokens = tile_tokens
         self._ends = np.zeros(len(table) + 1, np.int64)
+        # of each last view, when `cut` last went over all of them
+        self._last_tiles: Int64Array | None = None
         self._load([])
         self.tiles = self._ends[self.first]
 
@@ -82,7 +84,8 @@ class RowTables:
         """Take the rows of the next step: one rank's table of each; `cut` has to follow."""
         if tables != self._tables or [table.version for table in tables] != self._versions:
             self._load(tables)
-        self.table[self._last, 1] = [span.length for span in self._spans]
+        self._lengths = np.array([span.length for span in self._spans], np.int64)
+        self.table[self._last, 1] = self._cut_lengths = self._lengths
 
     def leave_out(self, slots: Int64Array) -> None:
         """Shorten rows by their last token where it lies here, so that `cut` makes no tile of it.
@@ -90,15 +93,23 @@ class RowTables:
         Args:
             slots: of the rows' last tokens, as `last_slots` returns them.
         """
-        self.table[self._last, 1] -= slots[self._held] >= 0
+        self.table[self._last, 1] = self._cut_lengths = self._lengths - (slots[self._held] >= 0)
 
-    def cut(self) -> None:
-        """Work out which tiles the views fill."""
+    def cut(self) -> bool:
+        """Work out which tiles the views fill; returns whether they are not those of the step before.
+
+        A step that makes rows longer inside the tiles in which they end changes none.
+        """
+        last_tiles = (self._cut_lengths + (self.tile_tokens - 1)) // self.tile_tokens
+        if self._last_tiles is not None and (last_tiles == self._last_tiles).all():
+            return False
+        self._last_tiles = last_tiles
         views, total = self.table, self.total
         tiles = (views[:total, 1] + (self.tile_tokens - 1)) // self.tile_tokens
         ends = np.cumsum(tiles, out=self._ends[1 : total + 1])
         views[:total, 3] = ends - tiles
         self.tiles = self._ends[self.first]
+        return True
 
     def last_slots(self, lengths: Int64Array) -> Int64Array:
         """Return the slot of each row's last token, -1 where it lies on another rank.
@@ -107,9 +118,8 @@ class RowTables:
             lengths: tokens of each row over all ranks.
         """
         slots = np.full(len(lengths), -1, np.int64)
-        last = self.table[self._last]
-        ends_here = last[:, 2] + last[:, 1] == lengths[self._held]
-        slots[self._held] = np.where(ends_here, last[:, 0] + last[:, 1] - 1, -1)
+        ends_here = self._last_start + self._lengths == lengths[self._held]
+        slots[self._held] = np.where(ends_here, self._last_slot + self._lengths - 1, -1)
         return slots
 
     def tiles_from(self, positions: Int64Array) -> Int64Array:
@@ -140,6 +150,8 @@ class RowTables:
         self._spans = [table.last for table in tables if table.last is not None]
         if self.total:
             np.concatenate([table.rows for table in tables if table.count], out=self.table[: self.total, :3])
+        self._last_slot, self._last_start = self.table[self._last][:, [0, 2]].T.astype(np.int64)
+        self._last_tiles = None
 
 
 def shape_of(counts: list[int], num_decode: int, q_len: int, pad: Padding) -> StepShape:

@@ -153,7 +153,7 @@ class ShardedCache:
             raise ValueError(f"a sequence may stand in one row of a step only, got rows {list(rows)}")
         if q_len is not None and not 1 <= q_len <= MAX_DECODE_TOKENS:
             raise ValueError(f"q_len must be 1 to {MAX_DECODE_TOKENS}, got {q_len}")
-        if num_decode is not None and any(count > (q_len or 1) for _, count in rows[:num_decode]):
+        if num_decode and max([count for _, count in rows[:num_decode]], default=0) > (q_len or 1):
             raise ValueError(f"the first {num_decode} rows may have {q_len or 1} tokens at most, got {list(rows)}")
         self.kv.extend_all(rows)
         return self.buffers.fill(rows, q_len=q_len, num_decode=num_decode, pad=pad, derive=derive)

@@ -262,3 +262,51 @@ def test_a_padded_step_is_the_same_batch_whatever_its_rows_are():
     again = buffers.fill([(4, 1), (0, 2)], q_len=1, pad=pad)
     assert [again.decode[:4], again.prefill[:4]] == [first.decode[:4], first.prefill[:4]]
     assert [tensor.data_ptr() for tensor in (again.slot_mapping, again.q_positions, again.prefill.q_indptr)] == held
+
+
+@pytest.mark.parametrize("own_apart", [False, True])
+@pytest.mark.parametrize("windows", [(0,), (0, 9)])
+def test_buffers_kept_from_step_to_step_hold_what_new_ones_would(own_apart, windows):
+    rng = random.Random(5)
+    layout = CacheLayout((300, 200), min_chunk=4, max_chunk=16, page_size=2, weights=(3, 2))
+    kv = KVCache(layout)
+    backend = get_backend("reference", "cpu")
+    how = {"windows": windows, "own_apart": own_apart, "max_tokens": 32, "max_rows": 8, "max_views": 256}
+    kept = [StepBuffers(kv, rank, backend, **how) for rank in range(2)]
+    ids = list(range(6))
+    for seq_id in ids:
+        kv.add(seq_id)
+        kv.extend(seq_id, rng.randrange(1, 30))
+    generations = [buffers.generation for buffers in kept]
+    for _ in range(400):
+        if rng.random() < 0.1:
+            rng.shuffle(ids)
+        if rng.random() < 0.1:
+            kv.truncate(ids[0], rng.randrange(1, kv.length(ids[0]) + 1))
+        if rng.random() < 0.05:
+            kv.free(ids[1])
+            kv.fork(ids[0], ids[1])
+        counts = [1] * rng.choice((4, 4, 4, 4, 4, 6)) + [rng.randrange(2, 5)] * (rng.random() < 0.1)
+        rows = list(zip(ids, counts, strict=False))
+        kv.extend_all(rows)
+        for rank, buffers in enumerate(kept):
+            new = StepBuffers(kv, rank, backend, **how)
+            found, expected = buffers.fill(rows), new.fill(rows)
+            assert (found.slot_mapping.tolist(), found.q_positions.tolist()) == (
+                expected.slot_mapping.tolist(),
+                expected.q_positions.tolist(),
+            )
+            assert buffers.num_views.item() == new.num_views.item()
+            used = int(new.num_views)
+            assert torch.equal(buffers.view_table[:used], new.view_table[:used])
+            for section in ("decode", "prefill"):
+                ours, theirs = getattr(found, section), getattr(expected, section)
+                assert (ours is None) == (theirs is None)
+                if ours is None:
+                    continue
+                assert ours.q_indptr.tolist() == theirs.q_indptr.tolist()
+                for window in windows:
+                    one, other = found.tables(section, window), expected.tables(section, window)
+                    assert torch.equal(one.tile_ranges, other.tile_ranges)
+                    assert torch.equal(one[2], other[2])
+    assert [buffers.generation for buffers in kept] == generations
