@@ -95,6 +95,11 @@ def no_room(request: Request, max_tokens: int, kvp: int, dtype: str) -> str:
 
     Example: 9,000 tokens, a cache of 4,096 over 2 ranks: 5 ranks of the same size would do.
     """
+    if not max_tokens:
+        return (
+            f"request {request.request_id} needs {request.max_tokens} tokens of KV cache, and the cache holds none: "
+            "cache.max_tokens, cache.memory_gb or Runner.load(wanted_tokens=...) say how large it shall be"
+        )
     per_rank = max(1, max_tokens // kvp)
     ranks = -(-request.max_tokens // per_rank)
     text = (

@@ -253,7 +253,11 @@ class SchedulerConfig:
             raise ValueError(f"scheduler.lookahead must be true or false, got {self.lookahead!r}")
         _check_int("scheduler.num_draft_tokens", self.num_draft_tokens, 0, MAX_DRAFT_TOKENS)
         _check_int("scheduler.ngram_min", self.ngram_min, 1, None)
-        _check_int("scheduler.ngram_max", self.ngram_max, self.ngram_min, None)
+        _check_int("scheduler.ngram_max", self.ngram_max, 1, None)
+        if self.ngram_max < self.ngram_min:
+            raise ValueError(
+                f"scheduler.ngram_max must be at least scheduler.ngram_min={self.ngram_min}, got {self.ngram_max}"
+            )
         _check_int("scheduler.reserve_tokens", self.reserve_tokens, 0, None)
         _check_float("scheduler.priority_ageing_s", self.priority_ageing_s, 0.0, None, open_low=True)
         if self.max_rows > self.token_budget:

@@ -120,6 +120,12 @@ def test_a_request_larger_than_the_cache_is_told_both_numbers_and_what_would_fit
     assert "bfloat16" not in told
 
 
+def test_a_cache_without_a_size_is_told_what_gives_it_one():
+    told = no_room(request(0, 5, 5), max_tokens=0, kvp=1, dtype="float32")
+    assert "holds none: cache.max_tokens, cache.memory_gb or Runner.load(wanted_tokens" in told
+    assert "ranks of this size" not in told
+
+
 @pytest.mark.parametrize(("dtype", "length", "offered"), [("float32", 8000, True), ("bfloat16", 8000, False)])
 def test_half_the_bytes_are_offered_where_they_suffice(dtype, length, offered):
     assert ("model.dtype=bfloat16" in no_room(request(0, length, 1), 4096, 1, dtype)) is offered

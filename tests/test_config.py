@@ -151,3 +151,11 @@ def test_the_merges_that_can_be_asked_for_are_those_that_exist():
 
     assert set(MERGE_MODES) == {"auto", *MODES}
     assert set(MERGE_TRANSPORTS) == set(TRANSPORTS)
+
+
+def test_lengths_of_matches_that_contradict_each_other_are_both_named():
+    with pytest.raises(ValueError, match=r"ngram_max must be at least scheduler\.ngram_min=9, got 4"):
+        SchedulerConfig(ngram_min=9)
+    with pytest.raises(ValueError, match="ngram_max must be a whole number"):
+        SchedulerConfig(ngram_max=2.5)
+    assert SchedulerConfig(ngram_min=9, ngram_max=9).ngram_max == 9
