@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from distdec.config import MAX_TIMEOUT_S, MIN_TIMEOUT_S
 from distdec.degrees import across_hosts, check_degrees
+from distdec.request import _check_float
 
 # integers of a plan that travel in the first broadcast, behind the header; longer plans take a second one
 _FIRST_WORDS = 509
@@ -102,12 +104,13 @@ class Mesh:
             rank ends it itself, with `torch.distributed.destroy_process_group()`.)
 
         Raises:
-            ValueError: kvp x tp is not the number of ranks, `ranks` is not an ascending subset of the world, or the
-                device does not exist; raised on every rank before any group is made.
+            ValueError: kvp x tp is not the number of ranks, `ranks` is not an ascending subset of the world, the device
+                does not exist, or a limit below a second; raised on every rank before any group is made.
 
         Notes:
             Collective: the whole world.
         """
+        _check_float("timeout_s", timeout_s, MIN_TIMEOUT_S, MAX_TIMEOUT_S)
         timeout = datetime.timedelta(seconds=timeout_s)
         made_world = not dist.is_initialized()
         launched = not made_world or "RANK" in os.environ

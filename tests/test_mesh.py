@@ -101,3 +101,9 @@ def test_create_without_a_launcher_is_a_mesh_of_one():
 def test_agree_takes_only_integers_of_64_bits(values):
     with pytest.raises(ValueError, match="integers of 64 bits"):
         Mesh.single().agree(values)
+
+
+@pytest.mark.parametrize("seconds", [0.5, -1, float("nan"), True, "5", 1e9])
+def test_a_limit_of_a_wait_that_is_none_is_refused(seconds):
+    with pytest.raises(ValueError, match="timeout_s must be"):
+        Mesh.create(device="cpu", timeout_s=seconds)
