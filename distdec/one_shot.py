@@ -34,7 +34,7 @@ class OneShotMerge(Merge):
         transport: "float32", or "bfloat16" or "float8_e4m3" to round every rank's output row once (off by at most 2^-8
             or 2^-4 of the largest |out| that any rank sends; LSEs stay float32).
         capacity_bytes: room for the rows of one rank in one call; a call with more goes through `all_gather` or
-            `all_to_all` instead. The slab takes 2 x kvp x this.
+            `all_to_all` instead. The slab takes 2 x kvp x this, and some MB for small calls, see `slab_triton`.
         timeout_s: how long a launch waits for a late rank, about.
         first_epoch: where the flags begin to count; any int32.
         map_slabs: instead of symmetric memory.
@@ -64,6 +64,7 @@ class OneShotMerge(Merge):
         map_slabs = map_slabs or find_mapping(what, peers)
         # imported here: without Triton the line above has refused, and said so
         from distdec.ops.one_shot_triton import Plans, max_items, one_shot
+        from distdec.ops.one_shot_words_triton import WORD_BYTES
 
         self.mode = "one_shot_scatter" if scatter else "one_shot"
         self.replicated = not scatter
@@ -73,7 +74,7 @@ class OneShotMerge(Merge):
         self._payload = TRANSPORTS[transport]
         self._spin_limit = spin_limit(timeout_s)
         self._large = CollectiveMerge("all_to_all" if scatter else "all_gather", mesh, self._payload, self.reason)
-        self._slabs = SharedSlabs(what, peers, map_slabs, capacity_bytes, first_epoch)
+        self._slabs = SharedSlabs(what, peers, map_slabs, capacity_bytes, first_epoch, words=WORD_BYTES)
         self._slab, self._alarm = self._slabs.slab, self._slabs.alarm
         self._max_items = bind(max_items, self._slab)
         self._kernel = bind(one_shot, plans=Plans())

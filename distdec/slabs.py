@@ -82,6 +82,7 @@ class SharedSlabs:
         first_epoch: where flags and epochs begin to count; any int32.
         unit: a channel's capacity is a multiple of so many bytes, itself one of 128: whole lines of memory, so that no
             two programs share one.
+        words: bytes of a channel's words for one source, where the protocol of words is used; a multiple of 128 too.
 
     Attributes:
         slab: the `Slab` that a launch takes; all flags and epochs are at `first_epoch` on every rank.
@@ -103,6 +104,7 @@ class SharedSlabs:
         first_epoch: int = 0,
         *,
         unit: int = 128,
+        words: int = 0,
     ) -> None:
         # imported here: `find_mapping` refuses where there is no Triton
         from distdec.ops.slab_triton import MAX_PROGRAMS_PER_SM, Slab
@@ -119,10 +121,11 @@ class SharedSlabs:
         state = torch.full((channels + 1,), first_epoch, dtype=torch.int32, device=mesh.device)
         state[channels] = 0
         capacity = max(1, capacity_bytes // (unit * channels)) * unit
-        slab = Slab(state, state, peers.rank, peers.size, channels, capacity)
+        slab = Slab(state, state, peers.rank, peers.size, channels, capacity, words)
         self._memory = map_slabs(peers, slab.num_bytes)
         addresses = [memory.data_ptr() for memory in self._memory] + [self._alarm.data_ptr()]
         self.slab: Any = slab._replace(peers=torch.tensor(addresses, dtype=torch.int64, device=mesh.device))
+        # flags and words alike: a word of this epoch is older than the first use
         self._memory[peers.rank][slab.flags_offset :].view(torch.int32).fill_(first_epoch)
         # a peer may push as soon as it leaves here, so every rank's flags must have been written before
         if on_gpu:

@@ -22,12 +22,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "scripts")]
 
 from check_rank_sum import SUM_CHECKS  # noqa: E402
 from check_ranks import SLEEP_CYCLES, captured, raised, same_on_all, timed  # noqa: E402
-from one_shot_inputs import Workspace, random_partials, truth  # noqa: E402
+from one_shot_inputs import Workspace, as_splits, random_partials, truth  # noqa: E402
 
 from distdec.graphs import GraphKey, StepGraphs  # noqa: E402
 from distdec.merge import MODES, make_merge  # noqa: E402
 from distdec.mesh import Mesh, all_gather  # noqa: E402
 from distdec.one_shot import OneShotMerge  # noqa: E402
+from distdec.ops.one_shot_words_triton import word_width  # noqa: E402
 from distdec.ops.partial import Partial  # noqa: E402
 from distdec.ops.splits import Splits  # noqa: E402
 from distdec.slabs import POLLS_PER_S, Peers, why_not  # noqa: E402
@@ -56,21 +57,35 @@ def expect(mesh, merged, want, *, rtol=1e-5, atol=1e-5):
     torch.testing.assert_close(lse, want[1], rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def merged_by(merge, mesh, partial, words, **how):
+    """Merge a partial as it is, by flags, or as splits that are not joined yet: by words where it is small."""
+    mine = on(mesh, partial)
+    return merge.merge_splits(as_splits(mine), **how) if words else merge(mine, **how)
+
+
+def by_words(merge, partial):
+    """Tell whether a partial, as splits, travels as words."""
+    return word_width(merge._slab, as_splits(partial), merge._payload, 0 if merge.replicated else 1) > 0
+
+
 def check_forms(mesh):
     """Both forms, all transports, joined partials and workspaces, head counts and sizes of all kinds."""
-    size, me = mesh.kvp_size, mesh.kvp_rank
+    size, me, seen = mesh.kvp_size, mesh.kvp_rank, []
     for transport, unit in UNITS.items():
         for scatter in (False, True):
             merge = OneShotMerge(mesh, scatter=scatter, transport=transport)
             for tokens, heads, dim in SHAPES:
                 partials = random_partials(size, tokens, heads, dim, seed=tokens)
                 sinks = torch.linspace(-3.0, 5.0, heads) if tokens == 3 else None
-                merged = merge(on(mesh, partials[me]), sinks=None if sinks is None else sinks.to(mesh.device))
                 largest = max(p.out.nan_to_num().abs().max().item() for p in partials)
                 atol = 1e-5 + unit * largest
-                expect(mesh, merged, truth(partials, sinks), atol=atol)
-                if not scatter:
-                    same_on_all(mesh, merged.out, merged.lse)
+                seen.append(by_words(merge, partials[me]))
+                for words in (False, True):
+                    on_device = None if sinks is None else sinks.to(mesh.device)
+                    merged = merged_by(merge, mesh, partials[me], words, sinks=on_device)
+                    expect(mesh, merged, truth(partials, sinks), atol=atol)
+                    if not scatter:
+                        same_on_all(mesh, merged.out, merged.lse)
             for q_len, kv_heads, group, split_tiles in ((1, 8, 4, 0), (3, 2, 5, 0), (1, 4, 7, 4), (8, 8, 8, 0)):
                 g = torch.Generator().manual_seed(q_len)
                 spaces = [
@@ -84,6 +99,7 @@ def check_forms(mesh):
                     same_on_all(mesh, merged.out, merged.lse)
             merge.check()
             merge.close()
+    assert any(seen) and not all(seen), "no shape goes by words, or all do"
 
 
 def check_modes(mesh):
@@ -140,53 +156,65 @@ def check_many_rows(mesh):
 
 def check_not_finite(mesh):
     """NaN in empty partials is ignored; NaN and inf in valid ones fail that row on every rank, in both forms."""
-    for scatter in (False, True):
+    for scatter, words in ((False, False), (True, False), (False, True), (True, True)):
         merge = OneShotMerge(mesh, scatter=scatter)
         for name, value in (("out", math.nan), ("out", math.inf), ("lse", math.nan), ("lse", math.inf)):
             clean = random_partials(mesh.kvp_size, 5, 8, 128, seed=7)
+            assert by_words(merge, clean[0])
             out, lse = truth(clean)
             out[2, 1], lse[2, 1] = math.nan, math.nan
             tensor = getattr(clean[1], name)
             tensor[(2, 1, -1)[: tensor.dim()]] = value
-            expect(mesh, merge(on(mesh, clean[mesh.kvp_rank])), (out, lse))
+            expect(mesh, merged_by(merge, mesh, clean[mesh.kvp_rank], words), (out, lse))
         merge.close()
 
 
 def check_epochs(mesh):
-    """Epochs run past 2^16 and past the end of int32."""
+    """Epochs run past 2^16 and past the end of int32, by flags, by words and by both in turns."""
     for first in (2**16 - 3, 2**31 - 3):
-        merge = OneShotMerge(mesh, first_epoch=first)
-        for step in range(6):
-            partials = random_partials(mesh.kvp_size, 2, 8, 64, seed=step)
-            expect(mesh, merge(on(mesh, partials[mesh.kvp_rank])), truth(partials))
-        merge.close()
+        for turns in ("ffffff", "wwwwww", "wfwwff"):
+            merge = OneShotMerge(mesh, first_epoch=first)
+            for step, turn in enumerate(turns):
+                partials = random_partials(mesh.kvp_size, 2, 8, 64, seed=step)
+                assert by_words(merge, partials[0])
+                expect(mesh, merged_by(merge, mesh, partials[mesh.kvp_rank], turn == "w"), truth(partials))
+            merge.close()
 
 
 def check_delays(mesh):
-    """Either rank late, by far or by a little, with many calls in flight on both."""
+    """Either rank late, by far or by a little, with many calls in flight on both: by flags, by words, in turns."""
     merge = OneShotMerge(mesh)
     calls = [random_partials(mesh.kvp_size, 1 + step % 5, 16, 128, seed=step) for step in range(12)]
+    assert by_words(merge, calls[0][0])
     mine = [on(mesh, partials[mesh.kvp_rank]) for partials in calls]
+    splits = [as_splits(partial) for partial in mine]
     g = torch.Generator().manual_seed(mesh.rank)
     for late in range(mesh.kvp_size):
-        results = []
-        if mesh.kvp_rank == late:
-            torch.cuda._sleep(SLEEP_CYCLES)
-        for step in range(300):
-            if step % 7 == 0:
-                torch.cuda._sleep(int(torch.randint(100_000, (1,), generator=g)))
-            results.append(merge(mine[step % len(mine)]))
-        torch.cuda.synchronize()
-        for step, merged in enumerate(results):
-            expect(mesh, merged, truth(calls[step % len(calls)]))
+        for turns in ("f", "w", "wfwwf"):
+            results = []
+            if mesh.kvp_rank == late:
+                torch.cuda._sleep(SLEEP_CYCLES)
+            for step in range(300):
+                if step % 7 == 0:
+                    torch.cuda._sleep(int(torch.randint(100_000, (1,), generator=g)))
+                i = step % len(mine)
+                words = turns[step % len(turns)] == "w"
+                results.append(merge.merge_splits(splits[i]) if words else merge(mine[i]))
+            torch.cuda.synchronize()
+            for step, merged in enumerate(results):
+                expect(mesh, merged, truth(calls[step % len(calls)]))
     merge.check()
     merge.close()
 
 
 def check_replays(mesh):
-    """Two replays back to back with changed inputs, replays between eager calls, and 200 replays with a late rank."""
-    for scatter in (False, True):
+    """Two replays back to back with changed inputs, replays between eager calls, and 200 replays with a late rank.
+
+    Replays go by words, eager calls by flags; then replays by flags too.
+    """
+    for scatter, words in ((False, True), (True, True), (False, False)):
         merge = OneShotMerge(mesh, scatter=scatter)
+        merge._slab = merge._slab if words else merge._slab._replace(words=0)
         g = torch.Generator().manual_seed(1)
         spaces = [
             [Workspace([30 + step, 2, 9 - step], 16, 1, 4, 4, 128, g) for _ in range(mesh.kvp_size)]
@@ -200,6 +228,7 @@ def check_replays(mesh):
             ready[0].ranges.clone(),
             *ready[0][3:],
         )
+        assert words == (word_width(merge._slab, static, torch.float32, int(scatter)) > 0)
         inputs = (static.out, static.lse, static.ranges)
         for tensor, new in zip(inputs, ready[0][:3], strict=True):
             tensor[: new.shape[0]] = new
@@ -226,32 +255,39 @@ def check_replays(mesh):
 
 def check_lost(mesh):
     """A rank that does not come ends in an error on the others, and later in one on itself; no GPU hangs."""
+    for words in (False, True):
+        lose_a_rank(mesh, words)
+
+
+def lose_a_rank(mesh, words):
+    """The last rank misses a call."""
     merge = OneShotMerge(mesh, timeout_s=2.0)
     partials = random_partials(mesh.kvp_size, 4, 32, 128)
-    mine = on(mesh, partials[mesh.kvp_rank])
-    expect(mesh, merge(mine), truth(partials))
+    assert by_words(merge, partials[0])
+    call = lambda: merged_by(merge, mesh, partials[mesh.kvp_rank], words)  # noqa: E731
+    expect(mesh, call(), truth(partials))
     mesh.barrier()
     lost = mesh.kvp_size - 1
     if mesh.kvp_rank != lost:
         begin = time.perf_counter()
-        merged = merge(mine)
+        merged = call()
         torch.cuda.synchronize()
         waited = time.perf_counter() - begin
         assert merged.out.isnan().all() and merged.lse.isnan().all()
-        told = raised(lambda: merge(mine))
+        told = raised(call)
         assert f"kvp ranks [{lost}] did not come" in told, told
         if mesh.rank == 0:
             print(f"  gave up after {waited:.2f} s: {2.0 * POLLS_PER_S / waited:,.0f} polls a second", flush=True)
         # a launch that the host check did not stop neither waits nor pushes
         merge._alarm[0] = 0
         begin = time.perf_counter()
-        merge(mine)
+        call()
         torch.cuda.synchronize()
         assert time.perf_counter() - begin < 1.0
     mesh.barrier()
     if mesh.kvp_rank == lost:
-        expect(mesh, merge(mine), truth(partials))
-        assert merge(mine).out.isnan().all()
+        expect(mesh, call(), truth(partials))
+        assert call().out.isnan().all()
         assert "did not come in time" in raised(merge.check)
     begin = time.perf_counter()
     merge.close()
@@ -272,7 +308,11 @@ def check_times(mesh):
     """Time of the kernel with the splits' join; the aim is 6 us up to 64 KiB. And the host's time of a call."""
     merges = {name: OneShotMerge(mesh, transport=name) for name in UNITS}
     merges["scatter"] = OneShotMerge(mesh, scatter=True)
-    sizes = [(1, 32, 8, 16), (1, 32, 8, 49), (1, 64, 8, 49), (4, 32, 8, 12), (8, 32, 8, 6), (32, 32, 8, 1)]
+    # small calls in float32 go by words everywhere else
+    merges["float32 by flags"] = OneShotMerge(mesh)
+    merges["float32 by flags"]._slab = merges["float32 by flags"]._slab._replace(words=0)
+    sizes = [(1, 32, 8, 16), (1, 32, 8, 32), (1, 32, 8, 49), (1, 64, 8, 49)]
+    sizes += [(4, 32, 8, 12), (8, 32, 8, 6), (32, 32, 8, 1)]
     for rows, q_heads, kv_heads, num_splits in sizes:
         splits = uniform_splits(mesh, rows, q_heads, kv_heads, num_splits)
         told = []

@@ -21,6 +21,8 @@ from distdec.ops import (
     decode_triton,
     fetch_triton,
     one_shot_sum_triton,
+    one_shot_triton,
+    one_shot_words_triton,
     packed_triton,
     prefill_triton,
     schedule_triton,
@@ -120,15 +122,18 @@ def product_order(ptx):
 
 
 def exchange_order(ptx):
-    """Return the order of wide (S, L) and narrow (s, l) stores and reads of slabs, barriers (B), raised flags (R) and
-    looks at flags (A).
+    """Return the order of what an exchange between ranks is made of.
+
+    Wide (S, L) and narrow (s, l) stores and reads of slabs, those of words of 8 bytes (W, w), barriers (B), raised
+    flags (R), looks at flags (A), and what no exchange should have (X): fences of their own, multicast.
     """
     found = re.findall(
-        r"(st\.global\.v4)|(ld\.volatile\.global\.v4)|(st\.global\.b)|(ld\.volatile)|(bar\.sync)"
-        r"|(atom\.global\.sys\.release)|(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire)",
+        r"(st\.global\.v4)|(ld\.volatile\.global\.v4)|(st\.global\.b64)|(ld\.volatile\.global\.b64)|(st\.global\.[bv])"
+        r"|(ld\.volatile)|(bar\.sync)|(atom\.global\.sys\.release)|(ld\.global\.sys\.acquire|atom\.global\.sys\.acquire)"
+        r"|(membar|fence|multimem)",
         ptx,
     )
-    return "".join("SLslBRA"[[bool(x) for x in groups].index(True)] for groups in found)
+    return "".join("SLWwslBRAX"[[bool(x) for x in groups].index(True)] for groups in found)
 
 
 def tables(rows, tiles):
@@ -240,6 +245,22 @@ def sum_launches(num_ranks, numel, bulk=None):
         one_shot_sum_triton.fetch_of = fetch_of
 
 
+def word_launches(num_ranks, rows, *, scatter=False, own=False):
+    """The launch of a merge of few rows of 32 heads on 8 KV heads, plain or with all that may come with it."""
+    peers, state = torch.zeros(num_ranks + 1, dtype=torch.int64), torch.zeros(529, dtype=torch.int32)
+    slab = Slab(peers, state, 0, num_ranks, 528, 15872, one_shot_words_triton.WORD_BYTES)
+    ranges = torch.zeros(rows * 8, 2, dtype=torch.int32)
+    splits = Splits(torch.zeros(256, 4, 128), torch.zeros(256, 4), ranges, rows, 8, 1, 4, 256)
+    out, lse = torch.zeros(rows, 4096, dtype=torch.bfloat16), torch.zeros(rows, 32)
+    how = {"payload": torch.float32, "spin_limit": 1000, "columns": 4096 // num_ranks if scatter else 0}
+    if own:
+        q, k = (torch.zeros(rows, heads, 128, dtype=torch.bfloat16) for heads in (32, 8))
+        own_tokens = OwnTokens.of(q, k, k, torch.zeros(rows, dtype=torch.int64), (k, k), 0.1, 30.0)
+        how |= {"own": own_tokens, "sinks": lse[0]}
+    call = lambda: one_shot_triton.one_shot(slab, splits, out, lse, **how)  # noqa: E731
+    return record(one_shot_triton, ["one_shot_words_kernel"], call)
+
+
 def launches(arch):
     """Everything that is compiled, by name."""
     device = HOPPER if arch == 90 else AMPERE
@@ -270,6 +291,10 @@ def launches(arch):
         "sum, 8 ranks": sum_launches(8, 528 * 1024),
         "sum, odd": sum_launches(3, 4097),
         "sum, fetching": sum_launches(2, 4096, bulk=arch >= 90),
+        "words, 2 ranks": word_launches(2, 1),
+        "words, 2 ranks, 8 rows": word_launches(2, 8),
+        "words, 3 ranks, own": word_launches(3, 2, own=True),
+        "words, 8 ranks, own, scatter": word_launches(8, 1, scatter=True, own=True),
         "merge": merge_launches(torch.float32),
         "merge, bfloat16": merge_launches(torch.bfloat16),
         # 8-bit numbers came to the hardware with sm_89

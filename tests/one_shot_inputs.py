@@ -74,3 +74,13 @@ def truth(partials, sinks=None):
     lse = torch.logsumexp(lses, 0).masked_fill(empty, NEG_INF)
     weights = torch.exp(lses - lse.masked_fill(lse == NEG_INF, 0.0))
     return (weights[..., None] * outs).sum(0), lse
+
+
+def as_splits(partial):
+    """The partial as splits that are not joined yet, one a row; LSEs tell of rows that are not finite."""
+    tokens, heads, dim = partial.out.shape
+    lse = partial.lse.masked_fill(~partial.out.isfinite().all(-1) & (partial.lse != NEG_INF), math.nan)
+    ends = torch.arange(1, tokens * heads + 1, dtype=torch.int32, device=lse.device)
+    ranges = torch.stack([ends - 1, ends], 1)
+    outs = partial.out.reshape(tokens * heads, 1, dim).contiguous()
+    return Splits(outs, lse.reshape(-1, 1) / math.log(2), ranges, tokens, heads, 1, 1, tokens * heads)

@@ -11,10 +11,10 @@ from distdec.ops.slab_triton import Slab
 class SimulatedSlabs:
     """The slabs of R ranks in one process; a test launches every rank's push before any rank's merge."""
 
-    def __init__(self, num_ranks, *, channels=3, capacity=2048, first_epoch=0, spin_limit=3):
+    def __init__(self, num_ranks, *, channels=3, capacity=2048, words=640, first_epoch=0, spin_limit=3):
         self.spin_limit = spin_limit
         self.alarms = [torch.zeros(1, dtype=torch.int32) for _ in range(num_ranks)]
-        plan = Slab(torch.empty(0), torch.empty(0), 0, num_ranks, channels, capacity)
+        plan = Slab(torch.empty(0), torch.empty(0), 0, num_ranks, channels, capacity, words)
         # bytes 0xFF are NaN in every format: whatever is read without having been sent shows
         self.memory = [torch.full((plan.num_bytes,), 0xFF, dtype=torch.uint8) for _ in range(num_ranks)]
         self.slabs = []

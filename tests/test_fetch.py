@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import triton.language as tl
-from one_shot_inputs import random_partials, truth
+from one_shot_inputs import as_splits, random_partials, truth
 from slab_ranks import SimulatedSlabs
 
 from distdec.ops import one_shot_sum_triton, one_shot_triton
@@ -41,11 +41,12 @@ class Ranks(SimulatedSlabs):
             one_shot_sum_triton.one_shot_sum(self.slabs[rank], mine, out, **how)
             return out
         out, lse = torch.full((3, 40), math.nan), torch.full((3, 2), math.nan)
-        one_shot_triton.one_shot(self.slabs[rank], Splits.of(mine), out, lse, payload=torch.float32, **how)
+        splits = as_splits(mine) if self.kind == "words" else Splits.of(mine)
+        one_shot_triton.one_shot(self.slabs[rank], splits, out, lse, payload=torch.float32, **how)
         return out, lse
 
 
-@pytest.mark.parametrize("kind", ["sum", "merge"])
+@pytest.mark.parametrize("kind", ["sum", "merge", "words"])
 @pytest.mark.parametrize(("num_bytes", "bulk"), [(700 * 1024 + 100, True), (600 * 128 + 100, False), (100, True)])
 def test_every_whole_piece_is_asked_for_once_and_the_exchange_is_as_it_was(monkeypatch, asked, kind, num_bytes, bulk):
     following = torch.zeros(num_bytes, dtype=torch.uint8)

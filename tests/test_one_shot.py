@@ -10,56 +10,17 @@ import pytest
 import torch
 from merge_inputs import in_8_bits
 from one_shot_inputs import NEG_INF, Workspace, random_partials, truth
-from slab_ranks import SimulatedSlabs, shared_slabs
+from one_shot_ranks import Simulation, check
+from slab_ranks import shared_slabs
 
 from distdec.attention import DistributedAttention
-from distdec.merge import column_range, make_merge, padded_columns
+from distdec.merge import column_range, make_merge
 from distdec.mesh import Mesh
 from distdec.one_shot import OneShotMerge
-from distdec.ops.one_shot_triton import max_items, one_shot
+from distdec.ops.one_shot_triton import max_items
 from distdec.ops.partial import Partial
-from distdec.ops.splits import Splits
 from distdec.sharded_cache import ShardedCache
 from distdec.slabs import Peers, why_not
-
-
-class Simulation(SimulatedSlabs):
-    """Ranks of the merge."""
-
-    def launch(self, rank, inputs, *, scatter=False, payload=torch.float32, sinks=None, push=True, merge=True):
-        """One rank's launch; `inputs` is a `Partial` or a `Workspace`."""
-        size = len(self.slabs)
-        splits = Splits.of(inputs) if isinstance(inputs, Partial) else inputs.splits
-        tokens, heads, dim, size = splits.num_tokens, splits.num_q_heads, splits.head_dim, len(self.slabs)
-        start, stop = column_range(heads * dim, size, rank) if scatter else (0, heads * dim)
-        out = torch.full((tokens, stop - start), math.nan)
-        lse = torch.full((tokens, heads), math.nan)
-        one_shot(
-            self.slabs[rank],
-            splits,
-            out,
-            lse,
-            payload=payload,
-            spin_limit=self.spin_limit,
-            columns=padded_columns(heads * dim, size) if scatter else 0,
-            sinks=sinks,
-            push=push,
-            merge=merge,
-        )
-        return out, lse
-
-
-def check(results, want, *, scatter=False, rtol=1e-5, atol=1e-5):
-    out, lse = want
-    flat = out.flatten(1)
-    for rank, (got_out, got_lse) in enumerate(results):
-        start, stop = column_range(flat.shape[1], len(results), rank) if scatter else (0, flat.shape[1])
-        torch.testing.assert_close(got_out.double(), flat[:, start:stop], rtol=rtol, atol=atol, equal_nan=True)
-        torch.testing.assert_close(got_lse.double(), lse, rtol=1e-5, atol=1e-5, equal_nan=True)
-    if not scatter:
-        for got_out, got_lse in results[1:]:
-            assert torch.equal(got_out.view(torch.int32), results[0][0].view(torch.int32))
-            assert torch.equal(got_lse.view(torch.int32), results[0][1].view(torch.int32))
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
@@ -102,16 +63,18 @@ def test_row_counts_and_shapes_may_change_from_call_to_call():
     assert [slab.state.tolist() for slab in sim.slabs] == [[6, 5, 4, 3, 0]] * 3
 
 
+@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("first_epoch", [2**16 - 2, 2**31 - 2, -2])
-def test_epochs_pass_any_boundary(first_epoch):
-    sim = Simulation(2, first_epoch=first_epoch)
+def test_epochs_pass_any_boundary(first_epoch, words):
+    sim = Simulation(2, words=words, first_epoch=first_epoch)
     for step in range(4):
         partials = random_partials(2, 2, 2, 8, seed=step)
         check(sim.step(partials), truth(partials))
 
 
-def test_a_peer_may_be_one_use_ahead():
-    sim = Simulation(2)
+@pytest.mark.parametrize("words", [False, True])
+def test_a_peer_may_be_one_use_ahead(words):
+    sim = Simulation(2, words=words)
     calls = [random_partials(2, 2, 2, 8, seed=step) for step in range(4)]
     # rank 1 has merged call n and pushed call n + 1 before rank 0 looks at call n
     sim.launch(0, calls[0][0], merge=False)
@@ -124,28 +87,33 @@ def test_a_peer_may_be_one_use_ahead():
         check([first, second], truth(calls[step]))
 
 
-def test_a_peer_two_uses_ahead_is_an_error_not_an_answer():
-    sim = Simulation(2)
+@pytest.mark.parametrize("words", [False, True])
+def test_a_peer_two_uses_ahead_is_an_error_not_an_answer(words):
+    sim = Simulation(2, words=words)
     partials = random_partials(2, 2, 2, 8)
     sim.launch(0, partials[0], merge=False)
     for _ in range(3):
         sim.launch(1, partials[1], merge=False)
-        sim.slabs[1].state[:3] += 1
+        sim.slabs[1].state[:-1] += 1
     out, lse = sim.launch(0, partials[0], push=False)
     assert out.isnan().all() and lse.isnan().all()
-    assert sim.alarms[0].item() == sim.slabs[0].state[-1].item() == 1 << 30
+    # a word that is not of this use may be of any
+    assert sim.alarms[0].item() == sim.slabs[0].state[-1].item() == (1 << 1 if words else 1 << 30)
 
 
+@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("scatter", [False, True])
-def test_a_number_that_is_not_finite_fails_its_row_on_every_rank_and_no_other(scatter):
-    clean = random_partials(3, 4, 2, 20)
+def test_a_number_that_is_not_finite_fails_its_row_on_every_rank_and_no_other(scatter, words):
+    # two parts a row, where they travel as words
+    num_ranks, dim = (2, 40) if words else (3, 20)
+    clean = random_partials(num_ranks, 4, 2, dim)
     for field, value in (("out", math.nan), ("out", math.inf), ("lse", math.nan), ("lse", math.inf)):
         partials = [Partial(p.out.clone(), p.lse.clone()) for p in clean]
         # the last column of the head: in the scattered form another rank's than the first
         getattr(partials[1], field)[(2, 1, -1)[: getattr(partials[1], field).dim()]] = value
         out, lse = truth(clean)
         out[2, 1], lse[2, 1] = math.nan, math.nan
-        check(Simulation(3).step(partials, scatter=scatter), (out, lse), scatter=scatter)
+        check(Simulation(num_ranks, words=words).step(partials, scatter=scatter), (out, lse), scatter=scatter)
 
 
 def test_a_split_that_is_not_finite_fails_its_row():
@@ -157,11 +125,13 @@ def test_a_split_that_is_not_finite_fails_its_row():
     check(Simulation(2).step(spaces), (out, lse))
 
 
+@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("scatter", [False, True])
-def test_sinks_count_once_and_leave_rows_without_keys_alone(scatter):
+def test_sinks_count_once_and_leave_rows_without_keys_alone(scatter, words):
     sinks = torch.tensor([0.5, 9.0, NEG_INF])
     partials = random_partials(3, 4, 3, 20)
-    check(Simulation(3).step(partials, scatter=scatter, sinks=sinks), truth(partials, sinks), scatter=scatter)
+    results = Simulation(3, words=words).step(partials, scatter=scatter, sinks=sinks)
+    check(results, truth(partials, sinks), scatter=scatter)
 
 
 def test_bfloat16_payload_costs_one_rounding_the_same_on_every_rank():
@@ -186,8 +156,9 @@ def test_float8_payload_has_a_scale_a_row(scatter):
         torch.testing.assert_close(its_lse.double(), lse, rtol=1e-5, atol=1e-5)
 
 
-def test_a_lost_rank_ends_in_an_error_word_on_every_other_rank():
-    sim = Simulation(3)
+@pytest.mark.parametrize("words", [False, True])
+def test_a_lost_rank_ends_in_an_error_word_on_every_other_rank(words):
+    sim = Simulation(3, words=words)
     partials = random_partials(3, 2, 2, 8)
     check(sim.step(partials), truth(partials))
     for rank in (0, 1):
@@ -206,6 +177,22 @@ def test_a_lost_rank_ends_in_an_error_word_on_every_other_rank():
     assert torch.equal(sim.memory[2], before)
     out, _ = sim.launch(2, partials[2])
     assert out.isnan().all() and sim.alarms[2].item() == 0b011
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_a_rank_that_has_failed_has_no_result_even_with_all_that_the_others_sent(words):
+    sim = Simulation(2, words=words)
+    partials = random_partials(2, 2, 2, 8)
+    sim.launch(0, partials[0], merge=False)
+    assert sim.launch(0, partials[0], push=False)[0].isnan().all()
+    # the late rank pushes for the use that it missed and for the next one, in which it is alone
+    sim.launch(1, partials[1], merge=False)
+    late = sim.launch(1, partials[1], push=False)
+    check([late, late], truth(partials))
+    sim.launch(1, partials[1], merge=False)
+    out, lse = sim.launch(0, partials[0])
+    assert out.isnan().all() and lse.isnan().all()
+    assert sim.alarms[0].item() == sim.slabs[0].state[-1].item() == 1 << 1
 
 
 def test_a_launch_larger_than_the_slab_is_refused_and_an_empty_one_touches_nothing():

@@ -13,10 +13,12 @@ from distdec.batch import StepBuffers
 from distdec.cache.kv_cache import KVCache
 from distdec.cache.layout import CacheLayout
 from distdec.ops.backends import get_backend
+from distdec.ops.one_shot_words_triton import word_width
 from distdec.ops.own import OwnTokens, add_own
 from distdec.ops.partial import Partial
 
-TOKENS, KV_HEADS, GROUP, DIM, V_DIM = 4, 2, 3, 20, 12
+# values are cut into two parts where kernels work on parts of a row
+TOKENS, KV_HEADS, GROUP, DIM, V_DIM = 4, 2, 3, 20, 36
 HEADS = KV_HEADS * GROUP
 
 
@@ -122,9 +124,11 @@ class Ranks(SimulatedSlabs):
         return out, lse
 
 
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-@pytest.mark.parametrize("scatter", [False, True])
-def test_the_merge_of_all_ranks_adds_each_token_once(scatter, softcap):
+# on 48 channels each part of a row is a program, and numbers carry the epoch
+@pytest.mark.parametrize(
+    ("scatter", "softcap", "channels"), [(False, 0.0, 5), (True, 0.0, 5), (False, 2.0, 5), (True, 2.0, 48)]
+)
+def test_the_merge_of_all_ranks_adds_each_token_once(scatter, softcap, channels):
     tiles, slots = ([7, 1, 3, 0], [0, 12, 0, 0], [2, 0, 0, 0]), ([3, -1, -1, -1], [-1, 7, 1, -1], [-1] * 4)
     # all ranks have the same q, k and v
     spaces = [
@@ -135,11 +139,13 @@ def test_the_merge_of_all_ranks_adds_each_token_once(scatter, softcap):
         space.own = space.own._replace(q=spaces[0].own.q, k=spaces[0].own.k, v=spaces[0].own.v)
     sinks = torch.randn(HEADS)
     want, want_lse = truth([x for s in spaces for x in (s.partial, as_a_partial(s.own))], sinks)
-    for rank, (out, lse) in enumerate(Ranks(3, channels=5).step(spaces, scatter=scatter, sinks=sinks)):
-        flat, width = want.flatten(1), 32
+    ranks = Ranks(3, channels=channels)
+    for rank, (out, lse) in enumerate(ranks.step(spaces, scatter=scatter, sinks=sinks)):
+        flat, width = want.flatten(1), 80
         close(out, flat[:, rank * width : (rank + 1) * width] if scatter else flat)
         close(lse, want_lse)
         check_stored(spaces[rank].own)
+    assert word_width(ranks.slabs[0], spaces[0].splits, torch.float32, width) == (32 if channels == 48 else 0)
 
 
 def buffers(kv, rank, **options):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,18 @@ def test_the_sum_over_ranks_moves_wide_words_between_its_barriers(reports, arch)
     assert orders["sum, fetching"] == orders["sum, 2 ranks"]
     # a size that is no multiple of a wide word moves one number at a time
     assert "S" not in orders["sum, odd"] and "L" not in orders["sum, odd"]
+
+
+@pytest.mark.parametrize("arch", SHARED)
+def test_the_merge_of_few_rows_neither_fences_nor_raises_a_flag(reports, arch):
+    found = {report["case"]: report for report in reports[arch] if report["case"].startswith("words")}
+    assert len(found) == 4
+    for report in found.values():
+        order, options = report["exchange"], report["options"]
+        # words of a row to each rank, then LSEs to all of them; looks at as many, of columns and LSEs
+        columns = options["WIDTH"] // 32 * options["BLOCK_N"]
+        pushed, looked = "W" * (columns + 1), "w" * (2 * columns)
+        own = "[Ss]+" if options["OWN"] else ""
+        # a barrier keeps stores in front of the first look, a loop looks again, and nothing is ordered or raised
+        assert re.fullmatch(f"B*{pushed}B{own}{looked}{looked}s+", order), report
+        assert report["warps"] == 1 and report["registers"] <= 128, report

@@ -14,6 +14,8 @@ Source of the arithmetic: with `M = max_r lse2_r`, `w_r = 2^(lse2_r - M)`: `out 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -30,6 +32,12 @@ from distdec.ops.combine_triton import (
 )
 from distdec.ops.fetch_triton import fetch_of, fetch_share
 from distdec.ops.launch_triton import Launch, Plans
+from distdec.ops.one_shot_words_triton import (
+    WORD_WARPS,
+    one_shot_words_kernel,
+    word_splits_at_once,
+    word_width,
+)
 from distdec.ops.own import OwnTokens
 from distdec.ops.own_triton import add_own, load_own, own_constants, own_numbers, own_tensors, store_own
 from distdec.ops.packed import FP8_MAX as FP8_MAX_VALUE
@@ -40,6 +48,7 @@ from distdec.ops.slab_triton import (
     Slab,
     channel_area,
     channel_flags,
+    own_columns,
     raise_flags,
     wait_for_all,
 )
@@ -64,14 +73,6 @@ def max_items(slab: Slab, dim: int, element_bytes: int) -> int:
     Example: 528 channels of 15,872 bytes, 128 floats: slots of 528 bytes, 30 a channel, 15,840 rows.
     """
     return slab.channels * (slab.capacity // slot_bytes(dim, element_bytes))
-
-
-@triton.jit
-def own_columns(column, o_d, m_d, rank, COLUMNS: tl.constexpr):
-    """Return the mask of those of a row's columns that `rank` gets; the row begins at `column` of Hq * D."""
-    if COLUMNS > 0:
-        m_d &= (column + o_d >= rank * COLUMNS) & (column + o_d < rank * COLUMNS + COLUMNS)
-    return m_d
 
 
 @triton.jit
@@ -173,8 +174,6 @@ def one_shot_kernel(
     CHANNELS: tl.constexpr,
     CAPACITY: tl.constexpr,
     SLOT: tl.constexpr,
-    PAYLOAD: tl.constexpr,
-    SCALED: tl.constexpr,
     Q_LEN: tl.constexpr,
     HKV: tl.constexpr,
     G: tl.constexpr,
@@ -183,6 +182,8 @@ def one_shot_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     JOINED: tl.constexpr,
+    PAYLOAD: tl.constexpr,
+    SCALED: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     PUSH: tl.constexpr,
@@ -411,29 +412,30 @@ def _prepare(
             f"{splits.num_tokens} tokens of {splits.num_q_heads} heads of {dim} do not fit the slab: "
             f"{num_items} rows, {max_items(slab, dim, size)} at most"
         )
-    block_d = triton.next_power_of_2(dim)
-    num_programs = min(num_items, slab.channels)
+    width = word_width(slab, splits, payload, columns)
+    num_programs = num_items * triton.cdiv(dim, width) if width else min(num_items, slab.channels)
+    block_d, num_warps = (width, WORD_WARPS) if width else (triton.next_power_of_2(dim), NUM_WARPS)
+    slots = (slab.words_offset, slab.words) if width else (slab.capacity, slot_bytes(dim, size))
+    forms: tuple[Any, ...] = () if width else (splits.ranges is None, PAYLOADS[payload], size == 1)
+    at_once = word_splits_at_once(splits, width) if width else splits_at_once(splits, block_d) if num_items else 1
     fetch = fetch_of(following, slab, num_programs)
     numbers = (num_items, slab.rank, out_stride, spin_limit, fetch.num_pieces)
     return Launch(
-        one_shot_kernel,
+        one_shot_words_kernel if width else one_shot_kernel,
         (num_programs + fetch.num_programs if num_programs else 0,),
         (*numbers, *own_numbers(own)),
         (
             slab.num_ranks,
             slab.channels,
-            slab.capacity,
-            slot_bytes(dim, size),
-            PAYLOADS[payload],
-            payload.itemsize == 1,
+            *slots,
             splits.q_len,
             splits.num_kv_heads,
             splits.group_size,
             dim,
             block_d,
             triton.next_power_of_2(slab.num_ranks),
-            splits_at_once(splits, block_d) if num_items else 1,
-            splits.ranges is None,
+            at_once,
+            *forms,
             columns,
             sinks_dtype is not None,
             push,
@@ -441,6 +443,6 @@ def _prepare(
             *fetch.constants,
             *own_constants(own),
         ),
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         maxnreg=MAX_REGISTERS,
     )
