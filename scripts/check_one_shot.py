@@ -58,9 +58,13 @@ def expect(mesh, merged, want, *, rtol=1e-5, atol=1e-5):
 
 
 def merged_by(merge, mesh, partial, words, **how):
-    """Merge a partial as it is, by flags, or as splits that are not joined yet: by words where it is small."""
+    """Merge a partial as it is, by flags, or as splits that are not joined yet: by words where it is small.
+
+    What does not fit the slab is merged as it is: only that goes through a collective instead.
+    """
     mine = on(mesh, partial)
-    return merge.merge_splits(as_splits(mine), **how) if words else merge(mine, **how)
+    fits = merge.fits(*partial.out.shape)
+    return merge.merge_splits(as_splits(mine), **how) if words and fits else merge(mine, **how)
 
 
 def by_words(merge, partial):

@@ -258,6 +258,6 @@ def test_a_gpu_keeps_within_its_share_with_everything_in_place(folder):
     room, pool = runner.room, runner.cache.pool.bytes
     assert room.step > 0 and room.graphs > 0
     assert 0.01 * room.free < pool <= 0.03 * room.free - room.step - room.graphs
-    # pages of the driver and blocks of the allocator
-    assert sizing.GpuMemory(runner.mesh.device).free(trim=False) >= 0.97 * room.free - 64 * MIB
+    # pages of the driver, blocks of the allocator, and code that a device loads when it first runs: 300 MB on an H200
+    assert sizing.GpuMemory(runner.mesh.device).free(trim=False) >= 0.97 * room.free - 512 * MIB
     engine.close()

@@ -129,7 +129,6 @@ def test_drafts_shrink_with_the_budget(budget, prompt, drafts, slice_):
     if prompt:
         scheduler.config = dataclasses.replace(scheduler.config, token_budget=budget, max_rows=4, prefill_slice=90)
         scheduler.add(request(3, prompt))
-        scheduler._admit()
     plan = scheduler.schedule()
     ledger.apply(plan)
     by_id = {row.request_id: row for row in plan.rows}

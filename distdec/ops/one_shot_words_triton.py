@@ -41,8 +41,8 @@ WORD_BYTES = 640
 MAX_BLOCK_ELEMENTS = 2048
 """Most floats of the tile [splits, WIDTH] that a program joins at once: 64 registers a thread."""
 MAX_PUSHED_BYTES = 512 << 10
-"""Most that a rank pushes in rows, which words double: 512 KiB more take the 1.4 us that the flag would, at 372 GB/s
-between two H200 (28 Nov 2026)."""
+"""Most that a rank pushes in rows, which words double: 512 KiB more take the 1.4 us that the flag would, at the
+372 GB/s at which two H200 read each other's memory."""
 
 
 def word_width(slab: Slab, splits: Splits, payload: torch.dtype, columns: int) -> int:
