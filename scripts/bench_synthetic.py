@@ -87,5 +87,7 @@ class SyntheticInputs:
 class _Longest:
     """What `OpsBackend.tile_tokens` reads of a layout."""
 
+    deterministic = False
+
     def __init__(self, max_chunk: Any) -> None:
         self.max_chunk = max_chunk
