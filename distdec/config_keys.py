@@ -1,15 +1,21 @@
 """The dotted keys of a config dataclass, with their values, defaults and help texts. No torch."""
 
+from __future__ import annotations
+
 import dataclasses
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
-def flatten(config: object, prefix: str = "") -> list[tuple[str, object]]:
+def flatten(config: DataclassInstance, prefix: str = "") -> list[tuple[str, object]]:
     """Return (dotted key, value) of every leaf of a config dataclass, in the order of declaration."""
     pairs: list[tuple[str, object]] = []
-    for item in dataclasses.fields(config):  # type: ignore[arg-type]
+    for item in dataclasses.fields(config):
         value = getattr(config, item.name)
         key = f"{prefix}{item.name}"
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             pairs += flatten(value, f"{key}.")
         else:
             pairs.append((key, value))

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 # view tables and kernels carry slots and token positions as int32; strides are applied in int64
 MAX_INDEX = 2**31 - 1
@@ -49,10 +49,11 @@ class PlannedChunk(NamedTuple):
 
 def _integer(name: str, value: object, minimum: int) -> int:
     """Return `value` as an int, or raise ValueError with the received and the legal values."""
-    if isinstance(value, bool):
-        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise TypeError
+        # an array of several numbers has the method, and refuses
+        number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}") from None
     if number < minimum:
